@@ -37,7 +37,6 @@ class Recorder(nn.Module):
 class LatentAttention(Recorder):
     """DeepSeek-V3's attention in MaxText's names."""
 
-    query_rank: int = 6
     nope: int = 4
     rope: int = 2
 
@@ -46,11 +45,8 @@ class LatentAttention(Recorder):
         def up(name, dim):
             return nn.DenseGeneral((HEADS, dim), use_bias=False, name=name)
 
-        if self.query_rank:
-            low = nn.RMSNorm(name="q_norm")(nn.Dense(self.query_rank, name="wq_a")(x))
-            query = up("wq_b", self.nope + self.rope)(low)
-        else:
-            query = up("query", self.nope + self.rope)(x)
+        low = nn.RMSNorm(name="q_norm")(nn.Dense(6, name="wq_a")(x))
+        query = up("wq_b", self.nope + self.rope)(low)
         low, rope_key = jnp.split(
             nn.Dense(6 + self.rope, name="wkv_a")(x), [6], axis=-1
         )
@@ -120,38 +116,6 @@ class StockAttention(nn.Module):
         return x + 0 * y
 
 
-class SinkAttention(Recorder):
-    """A learned sink competes in the softmax and is no logit of a query and a key."""
-
-    @nn.compact
-    def __call__(self, x):
-        self.param("sink", nn.initializers.ones, (HEADS,))
-        query = nn.DenseGeneral((HEADS, HEAD_DIM), name="query")(x)
-        key = nn.DenseGeneral((HEADS, HEAD_DIM), name="key")(x)
-        return self.attend(x, query, key)
-
-
-class ParallelBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        y = nn.RMSNorm()(x)
-        return FlatAttention(name="attention")(y) - y + x + nn.Dense(WIDTH)(y)
-
-
-class NormalisedHeads(Recorder):
-    """A gain for every head, rotary embedding, and fewer keys than queries."""
-
-    @nn.compact
-    def __call__(self, x):
-        def heads(name, count):
-            y = nn.DenseGeneral((count, HEAD_DIM), name=name)(x)
-            gain = self.param(f"{name}_gain", nn.initializers.ones, (count, HEAD_DIM))
-            norm = nn.RMSNorm(use_scale=False, name=f"{name}_rms")
-            return rotate(gain * norm(y))
-
-        return self.attend(x, heads("query", HEADS), heads("key", 2))
-
-
 class Stacked(nn.Module):
     """Any of them, scanned; the stack axis of the params is free."""
 
@@ -175,21 +139,13 @@ class Stacked(nn.Module):
 LATENT = latent_layer("", 4)
 CASES = {
     "latent": LatentAttention(),
-    "latent without query LoRA": LatentAttention(query_rank=0),
     "latent, scanned": Stacked(LatentAttention),
     "fused": FusedAttention(),
-    "fused, scanned": Stacked(FusedAttention),
     "flat, rotary": FlatAttention(),
     "flat, grouped queries": FlatAttention(key_heads=2),
     "flat, multi-query, scanned": Stacked(FlatAttention, (("key_heads", 1),)),
     "Gemma": GemmaAttention(),
     "cross-attention": StockAttention(),
-    "sink": SinkAttention(),
-    "parallel block": ParallelBlock(),
-    "normalized, a gain per head": NormalisedHeads(),
-    "stacked at axis 1": Stacked(StockAttention, axis=1),
-    "latent, stacked at axis 1": Stacked(LatentAttention, axis=1),
-    "fused, stacked at axis 1": Stacked(FusedAttention, axis=1),
     "flat multi-query, stacked at axis 1": Stacked(
         FlatAttention, (("key_heads", 1),), axis=1
     ),

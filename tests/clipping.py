@@ -163,30 +163,3 @@ def check_rest(before, after, may_change):
                 met.add(pattern)
         assert (np.asarray(old) == np.asarray(new))[rest].all(), path
     assert met == set(may_change)
-
-
-def check_numbers(params, expected):
-    """Dimension numbers of all leaves are those written by hand, by end of the path.
-
-    Axes are counted from the end, as `(inputs, outputs)`; `None` is for AdamW.
-    """
-    numbers = mc.flax_dimension_numbers(params)
-    leaves, treedef = jax.tree.flatten(params)
-    pairs = zip(paths_of(params), treedef.flatten_up_to(numbers), strict=True)
-    met = set()
-    for (path, found), leaf in zip(pairs, leaves, strict=True):
-        held = [x for x in expected if re.search(f"(^|/){x}$", path)]
-        assert len(held) == 1, (path, held)
-        met.add(held[0])
-        want = expected[held[0]]
-        if want is None or found is None:
-            assert want is None and found is None, (path, want, found)
-            continue
-        axes = tuple(_axes(x, leaf) for x in (found.reduction_axis, found.output_axis))
-        assert axes == tuple(_axes(x, leaf) for x in want), (path, want, found)
-    assert met == set(expected)
-
-
-def _axes(axes, leaf):
-    axes = (axes,) if isinstance(axes, int) else axes
-    return tuple(axis % leaf.ndim - leaf.ndim for axis in axes)

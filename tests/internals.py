@@ -10,42 +10,34 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import muonclip_jax as mc
 import muonclip_jax._attention.max_logits as max_logits_module
-import muonclip_jax._mesh.on_mesh as on_mesh_module
 import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
-from muonclip_jax._layout.layout import read_layout
-from muonclip_jax._matrices.stacks import matrix_view, MatrixView, plan_stacks, unstack
+from muonclip_jax._matrices.stacks import matrix_view, MatrixView
 from muonclip_jax._mesh.by_constraint import (
     divide_stacks,
-    orthogonalize_by_constraint,
     stacks_of,
 )
 from muonclip_jax._mesh.exchange import (
     Cut,
     cut_of,
     groups_of,
-    local_view,
     MOST_SLOTS,
     share_in_a_row,
     share_out,
-    to_blocks,
-    to_owners,
 )
 from muonclip_jax._mesh.on_mesh import (
     orthogonalize_on_mesh,
     plan_exchanges,
     SharedStack,
 )
-from muonclip_jax._model.owned_leaf import OwnedLeaf
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
 from muonclip_jax._newton_schulz.coefficients import (
     check_schedule,
     resolve_schedule,
-    Schedule,
 )
 from muonclip_jax._newton_schulz.iteration import collected
 from muonclip_jax._newton_schulz.newton_schulz import make_solver
@@ -55,11 +47,10 @@ from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_o
 from muonclip_jax._parameters.rules import OF_MORE_AXES, OF_TWO_AXES
 from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
 from muonclip_jax._qk_clip.heads import gammas
-from muonclip_jax._reading.attention import Part
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
-from muonclip_jax._reading.heads import Heads, heads_of
+from muonclip_jax._reading.heads import heads_of
 from muonclip_jax._reading.kernels import largest_by_sums
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
@@ -71,15 +62,9 @@ __all__ = [
     "Cut",
     "Facts",
     "Graph",
-    "Heads",
     "MatrixView",
-    "OwnedLeaf",
-    "Part",
-    "Platform",
-    "Schedule",
     "SharedStack",
     "Softmaxes",
-    "Solver",
     "accumulate",
     "call_of",
     "check_schedule",
@@ -92,30 +77,23 @@ __all__ = [
     "groups_of",
     "heads_of",
     "largest_by_sums",
-    "local_view",
     "matrix_view",
     "matrix_views",
     "max_logits_module",
     "moves",
     "muon_module",
     "muonclip_module",
-    "on_mesh_module",
     "on_one_device",
     "orthogonalize",
-    "orthogonalize_by_constraint",
     "orthogonalize_on_mesh",
     "paths",
     "plan_exchanges",
-    "plan_stacks",
     "resolve_schedule",
     "scale_module",
     "share_in_a_row",
     "share_out",
     "splash_statistic",
     "stacks_of",
-    "to_blocks",
-    "to_owners",
-    "unstack",
 ]
 
 
@@ -152,10 +130,3 @@ def platform_with(name: str, **values: Any) -> Iterator[Platform]:
 def matrix_views(dimension_numbers: Any, tree: Any) -> list[MatrixView | None]:
     """The matrices of each leaf, whichever way they were given."""
     return views_of(resolve_verdicts(dimension_numbers, tree), tree)
-
-
-def orthogonalized(
-    solver: Solver, leaves: list[Any], views: list[MatrixView | None]
-) -> list[Any]:
-    """Leaves at one place, orthogonal."""
-    return orthogonalize(solver, leaves, views, read_layout(list(leaves)))

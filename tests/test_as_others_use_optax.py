@@ -120,95 +120,6 @@ def plain_loop(make):
     return params
 
 
-@pytest.mark.more
-def test_a_plain_loop():
-    check_same(plain_loop)
-
-
-@pytest.mark.more
-def test_nanodo_counts_by_the_fields_of_multi_steps():
-    """google-deepmind/nanodo: every optimizer in `optax.MultiSteps`, whose state gives
-    the step for metrics and checkpoints."""
-
-    def loop(make, wrap=optax.MultiSteps):
-        tx, params = wrap(make(0.02), every_k_schedule=2), PARAMS
-        state, counts = tx.init(params), []
-
-        @jax.jit
-        def step(params, state, tokens):
-            (_, stats), grads = jax.value_and_grad(
-                mc.record_attention(loss), has_aux=True
-            )(params, tokens)
-            extra = {"attention_stats": stats} if wrap is mc.multi_steps else {}
-            updates, state = tx.update(grads, state, params, **extra)
-            return optax.apply_updates(params, updates), state
-
-        for tokens in TOKENS:
-            params, state = step(params, state, tokens)
-            assert state.acc_grads.keys() == PARAMS.keys()
-            counts.append((int(state.gradient_step), int(state.mini_step)))
-            assert bool(tx.has_updated(state)) == (counts[-1][1] == 0)
-        assert counts == [(0, 1), (1, 0), (1, 1), (2, 0)]
-        return params
-
-    expected = check_same(loop)
-    clip_nothing = functools.partial(mc.muonclip, beta=0.9, threshold=1e9)
-    assert_close(loop(clip_nothing, mc.multi_steps), expected, of_newton_schulz(16))
-
-
-@pytest.mark.more
-def test_gpt_jax_accumulates_updates_by_apply_every():
-    """jenkspt/gpt-jax: the chain ends in `optax.apply_every`. Muon may be before it,
-    the clip only after it."""
-
-    def loop(make, *last):
-        steps = optax.clip_by_global_norm(1.0), make(0.02), optax.apply_every(2)
-        tx, params = optax.chain(*steps, *last), PARAMS
-        state, measure = tx.init(params), mc.record_attention(loss)
-        for i, tokens in enumerate(TOKENS):
-            # Nothing moves between, where updates are added up.
-            before, (_, stats) = params, measure(params, tokens)
-            updates, state = tx.update(
-                gradient(params, tokens), state, params, attention_stats=stats
-            )
-            params = optax.apply_updates(params, updates)
-            is_same = jax.tree.map(lambda x, y: bool((x == y).all()), before, params)
-            assert last or all(jax.tree.leaves(is_same)) == (i % 2 == 0)
-        return params
-
-    check_same(loop)
-    # At rate 0 the logits that are measured again are those of the clip alone.
-    still = functools.partial(mc.muon, weight_decay=0.0, learning_rate=0.0)
-    after = loop(lambda rate: still(), mc.qk_clip(2.0, model=reading()))
-    before, after = (
-        np.asarray(mc.record_attention(loss)(p, TOKENS[-1])[1]["attn"]["max_logits"])
-        for p in (PARAMS, after)
-    )
-    assert (before > 2.0).all() and (after <= 2.0 * (1 + 1e-5)).all()
-
-
-@pytest.mark.more
-def test_searchless_chess_updates_without_params():
-    """google-deepmind/searchless_chess: `optimizer.update(grads, opt_state)`, and
-    averages of params kept alongside them."""
-
-    def loop(make):
-        tx, params = make(0.02, weight_decay=0.0), PARAMS
-        state, average = tx.init(params), params
-
-        @jax.jit
-        def step(params, average, state, tokens):
-            updates, state = tx.update(gradient(params, tokens), state)
-            params = optax.apply_updates(params, updates)
-            return params, optax.incremental_update(params, average, 0.5), state
-
-        for tokens in TOKENS:
-            params, average, state = step(params, average, state, tokens)
-        return average
-
-    check_same(loop)
-
-
 class OwnTrainState(struct.PyTreeNode):
     """Of kvfrans/jax-diffusion-transformer, which does not use Flax's own."""
 
@@ -379,27 +290,6 @@ def test_big_vision_has_rates_and_frozen_leaves_by_regex():
     )
 
 
-def test_levanter_injects_rates_into_a_chain():
-    """stanford-crfm/levanter and young-geng/EasyLM: `inject_hyperparams` around a
-    function that builds the chain; the rate is logged from its state."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 2, 8)
-
-    def loop(make):
-        def build(learning_rate):
-            return optax.chain(optax.clip_by_global_norm(1.0), make(learning_rate))
-
-        tx, params = optax.inject_hyperparams(build)(learning_rate=rate), PARAMS
-        state, update = tx.init(params), jax.jit(tx.update)
-        for i, tokens in enumerate(TOKENS):
-            updates, state = update(gradient(params, tokens), state, params)
-            params = optax.apply_updates(params, updates)
-            logged = mc.scalars(state, params)["hyperparams/learning_rate"]
-            np.testing.assert_allclose(logged, rate(i), rtol=1e-6)
-        return params
-
-    check_same(loop)
-
-
 @pytest.mark.more
 def test_brax_updates_under_pmap_without_params():
     """google/brax: gradients are averaged by `pmean` in `pmap`, and the optimizer, a
@@ -425,28 +315,6 @@ def test_brax_updates_under_pmap_without_params():
         return jax.tree.map(lambda x: x[0], params)
 
     check_same(loop)
-
-
-@pytest.mark.more
-def test_transformers_freezes_by_a_partition_in_a_train_state():
-    """huggingface/transformers and google/flax, fine-tuning: `path_aware_map` gives
-    labels, `multi_transform` sends the backbone to `set_to_zero`."""
-
-    def loop(make):
-        labels = traverse_util.path_aware_map(
-            lambda path, _: "frozen" if "attn" in path else "trainable", PARAMS
-        )
-        tx = optax.multi_transform(
-            {"trainable": make(0.02), "frozen": optax.set_to_zero()}, labels
-        )
-        state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-        step = jax.jit(lambda s, x: s.apply_gradients(grads=gradient(s.params, x)))
-        for tokens in TOKENS:
-            state = step(state, tokens)
-        return state.params
-
-    ours = check_same(loop)
-    jax.tree.map(np.testing.assert_array_equal, ours["attn"], PARAMS["attn"])
 
 
 class Layer(eqx.Module):

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from helpers import NNXModel, normal, ROOT
+from helpers import normal, ROOT
 from test_manual import blocks
 
 import muonclip_jax as mc
@@ -82,18 +81,6 @@ def test_without_attention_and_under_jit():
     assert found.keys() == traced.keys()
     for name in found:
         np.testing.assert_allclose(found[name], traced[name], rtol=1e-6)
-
-
-def test_of_an_nnx_optimizer():
-    model = NNXModel(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, mc.muon(0.1, orthogonalizer=mc.NewtonSchulz(steps=1)), wrt=nnx.Param
-    )
-    params = nnx.state(model, nnx.Param)
-    found = mc.scalars(optimizer.opt_state, params)
-    leaves = jax.tree.leaves(params)
-    squares = sum(x**2 for name, x in found.items() if name.startswith("param_norm"))
-    np.testing.assert_allclose(np.sqrt(squares), norm(*leaves), rtol=1e-5)
 
 
 def test_a_state_of_other_params_is_refused():

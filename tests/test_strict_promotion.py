@@ -106,7 +106,6 @@ def each(function, count, options=ATTENTION, dtypes=(FLOAT, jnp.bfloat16)):
 
 
 blocks = functools.partial(mc.blockwise_attention, block_size=4)
-NO_IDS = [o for o in ATTENTION if "query_segment_ids" not in o]
 
 
 def in_linen():

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,16 +107,6 @@ def test_flax_attention_keeps_float64(is_causal, group, mask):
         actual = mc.attention_fn(*arrays, mask=mask, is_causal=is_causal)
     expected, _ = naive_attention(*arrays, mask=visible)
     np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
-
-
-def test_a_flax_layer_under_strict_promotion():
-    x = jnp.ones((1, 3, 8), jnp.bfloat16)
-    options = dict(dtype=x.dtype, param_dtype=x.dtype, attention_fn=mc.attention_fn)
-    with jax.numpy_dtype_promotion("strict"):
-        layer = nn.MultiHeadDotProductAttention(2, **options)
-        call = functools.partial(layer.init_with_output, sow_weights=True)
-        output, _ = jax.eval_shape(call, jax.random.key(0), x)
-    assert output.dtype == jnp.bfloat16
 
 
 def test_a_layer_without_batch_takes_a_mask_as_jax_nn_does():

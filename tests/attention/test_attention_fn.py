@@ -18,7 +18,6 @@ from helpers import (
     naive_logits,
     nnx_model,
     nnx_stats,
-    ScannedModel,
 )
 
 import muonclip_jax as mc
@@ -98,28 +97,6 @@ def test_init_leaves_no_statistics_among_the_variables():
     assert set(linen_variables(LinenModel(), inputs())) == {"params"}
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_scanned_layers_stack_their_statistics_under_grad(remat):
-    x = inputs()
-    model = ScannedModel(remat)
-    params = linen_variables(model, x)["params"]
-
-    def loss(p):
-        y, recorded = model.apply({"params": p}, x, mutable=["intermediates"])
-        return y.sum(), recorded["intermediates"]
-
-    _, stats = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)[0]
-    actual = stats["layers"]["attention"]["max_logits"]
-    chex.assert_shape(actual, (3, 4))
-    for i in range(3):
-        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"]["attention"])
-        query, key = linen_projections(layer, np.asarray(x))
-        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(
-            axis=(0, 2, 3)
-        )
-        np.testing.assert_allclose(actual[i], expected, rtol=1e-4)
-
-
 def test_nnx_statistic_without_a_warning_and_with_a_clean_model():
     model = nnx_model()
     with warnings.catch_warnings():
@@ -183,27 +160,6 @@ def test_a_layer_called_twice_keeps_the_maximum():
     expected = jnp.maximum(measure(small, small), measure(large, large))
     chex.assert_trees_all_close(measure(small, large), expected)
     chex.assert_trees_all_close(measure(large, small), expected)
-
-
-def test_statistic_shares_the_product_of_query_and_key():
-    """Under jit XLA merges the logits of the statistic with those of the output."""
-    x = inputs(shape=(2, 32, 16))
-    causal = nnx.make_causal_mask(x[..., 0])
-    model = nnx.MultiHeadAttention(
-        4, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
-    )
-
-    def products(sow):
-        def f(s, x):
-            return nnx.capture(
-                lambda m: m(x, mask=causal, sow_weights=sow), nnx.Intermediate
-            )(nnx.merge(graph, s))
-
-        graph, state = nnx.split(model)
-        hlo = jax.jit(f).lower(state, x).compile().as_text()
-        return sum(" dot(" in line or "matmul" in line for line in hlo.splitlines())
-
-    assert products(True) == products(False) > 0
 
 
 @pytest.mark.parametrize("length", [512, 2048])

@@ -132,33 +132,6 @@ def test_explicit_axes_eagerly():
     np.testing.assert_allclose(largest, exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kinds", [(), ("Explicit",)])
-def test_vmap(kinds):
-    def one(query, key, value, bias, weights):
-        arrays = (query, key, value, bias, weights)
-        value, (output, *largest) = loss(*(x[None] for x in arrays))
-        return value, (output[0], *largest)
-
-    def mapped(*arrays):
-        axes = (0, 0, 0, None, 0)
-        value, (output, *largest) = jax.vmap(one, axes)(
-            *arrays[:3], arrays[3][0], arrays[4]
-        )
-        return value.sum(), (output, *(x.max(0) for x in largest))
-
-    run = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2, 3), has_aux=True))
-    if not kinds:
-        return same(run(*ARRAYS))
-    with jax.set_mesh(mesh(*kinds)):
-        same(run(*map(jax.device_put, ARRAYS, BATCH)))
-
-
-@pytest.mark.more
-def test_without_jit():
-    with jax.disable_jit():
-        same(grad(*ARRAYS))
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_splash_says_how_it_runs_on_a_mesh(kind):
     x = jnp.ones((2, 128, 1, 8))

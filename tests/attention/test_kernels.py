@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from helpers import inputs, linen_variables, more, normal
 from internals import splash_statistic as _statistic
 
@@ -59,24 +58,6 @@ def test_linen_layer_with_a_kernel_is_the_same_layer():
     size = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     chex.assert_trees_all_close(grads, expected_grads, rtol=1e-3, atol=1e-5 * size)
     np.testing.assert_allclose(largest, expected_largest, rtol=1e-5)
-
-
-def test_nnx_layer_with_a_kernel_is_the_same_layer():
-    def run(fn):
-        layer = nnx.MultiHeadAttention(
-            4, 16, num_kv_heads=2, decode=False, attention_fn=fn, rngs=nnx.Rngs(0)
-        )
-        mask = nnx.make_causal_mask(inputs()[..., 0])
-        call = nnx.capture(
-            lambda m, x: m(x, mask=mask, sow_weights=True), nnx.Intermediate
-        )
-        return nnx.jit(call)(layer, inputs())
-
-    output, stats = run(functools.partial(mc.attention_fn, kernel=BLOCKWISE))
-    expected, expected_stats = run(mc.attention_fn)
-    np.testing.assert_allclose(output, expected, atol=1e-5)
-    actual, exact = (jax.tree.leaves(s)[0] for s in (stats, expected_stats))
-    np.testing.assert_allclose(actual, exact, rtol=1e-5)
 
 
 def test_a_kernel_records_nothing_without_sow_weights():

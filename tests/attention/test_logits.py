@@ -36,16 +36,6 @@ def test_mask_hides_pairs(shape, dtype):
     chex.assert_trees_all_close(actual, expected.astype(np.float32), rtol=1e-5)
 
 
-def test_causal_alone_and_with_a_mask():
-    query, key = qk(key_length=5)
-    causal = np.tril(np.ones((5, 5), bool))
-    mask = np.asarray(bernoulli(3, 0.5, (2, 1, 5, 5)))
-    for given, seen in ((None, causal), (mask, causal & mask)):
-        expected = naive_logits(query, key, seen).max(axis=(0, 2, 3))
-        actual = mc.max_logits(query, key, mask=given, is_causal=True)
-        chex.assert_trees_all_close(actual, expected.astype(np.float32), rtol=1e-5)
-
-
 def test_bias_and_scale():
     query, key = qk()
     bias = normal(4, 1, 4, 5, 7)
@@ -55,18 +45,6 @@ def test_bias_and_scale():
     )
     doubled = mc.max_logits(query, key, scale=2 / np.sqrt(3))
     chex.assert_trees_all_close(doubled, 2 * mc.max_logits(query, key), rtol=1e-5)
-
-
-def test_any_number_of_batch_axes():
-    query, key = qk()
-    expected = mc.max_logits(query, key)
-    chex.assert_trees_all_close(
-        mc.max_logits(query[None, :, None], key[None, :, None]), expected
-    )
-    per_sample = jnp.stack(
-        [mc.max_logits(q, k) for q, k in zip(query, key, strict=True)]
-    )
-    chex.assert_trees_all_close(per_sample.max(axis=0), expected)
 
 
 def test_bfloat16_logits_are_float32_and_nothing_visible_is_minus_infinity():

@@ -20,7 +20,6 @@ from evidence.iterations import (
     step_flop,
 )
 from evidence.lab import losses
-from evidence.plan import Plan
 from evidence.run import Run
 from evidence.tokens import Outcome
 from evidence.training import train
@@ -196,16 +195,6 @@ def test_the_fit_finds_the_powers_of_length_and_size():
     assert law.length.mean == pytest.approx(0.05) and law.length.half < 1e-9
     assert law.size.mean == pytest.approx(0.03)
     assert law.at(20, 1e6) == pytest.approx(0.3 * 20**0.05 * 1e6**0.03)
-
-
-def test_lengths_of_muon_are_one_anothers_shares():
-    """No length without runs below it, and each goal within what was run."""
-    for size in tokens_per_parameter.SIZES.values():
-        first, *rest = size.lengths
-        assert min(size.lengths[first]) < 0.5
-        assert all(b == 2 * a for a, b in zip([first, *rest], rest, strict=False))
-    run = Plan().run("code", steps=480, layers=2, width=32)
-    assert run.tokens / run.matrix_parameters == 20
 
 
 @pytest.mark.parametrize(

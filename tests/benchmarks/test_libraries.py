@@ -1,14 +1,12 @@
 """The comparison of libraries: what it reads off the curves, and a new library."""
 
 import importlib.util
-import json
 import sys
 
-import jax
 import numpy as np
 import optax
 import pytest
-from helpers import ROOT, run_script
+from helpers import ROOT
 from libraries import Leaf, optax_muon, optax_muon_of_main, this_package
 
 import muonclip_jax as mc
@@ -34,69 +32,6 @@ def test_steps_to_a_loss_are_read_off_between_the_points(script, goal, steps):
     np.testing.assert_equal(script.steps_to(curve, goal), steps)
 
 
-class Stranger:
-    """Gradient descent, as a library that somebody adds."""
-
-    package = "stranger"
-
-    def __init__(self, params, leaves, decay):
-        assert leaves.keys() == params.keys() and decay == 0.1
-        self.params, self.leaves = params, leaves
-
-    def step(self, gradients, rate):
-        assert {k: x.shape for k, x in gradients.items()} == {
-            k: x.shape for k, x in self.params.items()
-        }
-        self.params = {k: x - rate * gradients[k] for k, x in self.params.items()}
-        return self.params
-
-    def state_bytes(self):
-        return 0
-
-
-@pytest.mark.more
-def test_a_stranger_is_tuned_trained_timed_and_goes_on_where_it_stopped(
-    script, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(script, "TIMED", script.MODEL)
-    monkeypatch.setattr(script, "SEEDS", (1, 2))
-    file = tmp_path / "results.jsonl"
-    script.measure("stranger", Stranger, script.Results(file), 10)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    summaries = {x["schedule"]: x for x in lines if "library" in x}
-    assert list(summaries) == ["constant", "cosine"]
-    for schedule, summary in summaries.items():
-        tuned = {
-            x["of"]: x["tune"]
-            for x in lines
-            if "seed 0" in x["of"] and ("cosine" in x["of"]) == (schedule == "cosine")
-        }
-        best = min(tuned, key=tuned.get)
-        assert f"rate {summary['rate']:g}," in best and len(tuned) > 2
-        assert [c[-1][0] for c in summary["curves"]] == [10, 10]
-        assert summary["version"].startswith("stranger")
-    timed, memory = lines[-2:]
-    assert timed["state"] == 0 < timed["ms"] and memory["peak"] >= 0
-    before = file.read_text()
-    script.measure("stranger", Stranger, script.Results(file), 10)
-    assert file.read_text() == before
-    # AdamW's row is the goal: a table without it is empty.
-    assert not script.table(script.Results(file)).rows
-
-
-def test_a_cosine_rises_like_the_constant_rate_and_falls_to_nothing(script):
-    constant, cosine = (
-        np.array([script.share(schedule, i, 400) for i in range(1, 401)])
-        for schedule in (script.CONSTANT, script.COSINE)
-    )
-    np.testing.assert_allclose(constant[:20], np.arange(1, 21) / 20)
-    np.testing.assert_array_equal(constant[20:], 1)
-    np.testing.assert_allclose(cosine[:20], constant[:20])
-    assert (np.diff(cosine[19:]) < 0).all() and 0 < cosine[-1] < 1e-4
-    # Symmetric about a half, which it passes in the middle of what is left.
-    np.testing.assert_allclose(cosine[19:] + cosine[19:][::-1], 1, atol=0.01)
-
-
 class Copies:
     """An update that holds, at its peak, ten times the bytes of its params."""
 
@@ -116,19 +51,6 @@ def test_the_peak_of_an_update_is_what_it_holds_at_once(script, monkeypatch):
     monkeypatch.setattr(script, "REPEATS", 3)
     # 40 bytes a parameter in one array, and 8 of the state; pages are rounded.
     assert script.peak_of_update(Copies)["peak"] == pytest.approx(48, abs=1)
-
-
-def test_leaves_are_those_of_the_model(script):
-    task = script.task_of(script.MODEL)
-    params, again = task.params(1), task.params(1)
-    jax.tree.map(np.testing.assert_array_equal, params, again)
-    assert (params["head/kernel"] != task.params(2)["head/kernel"]).any()
-    assert all(x.ndim == 2 for k, x in params.items() if task.leaves[k].is_matrix)
-    count = sum(leaf.is_matrix for leaf in task.leaves.values())
-    assert count == 6 * script.MODEL.layers
-    assert task.leaves["blocks/0/attention/query/kernel"] == Leaf(True, 16)
-    assert task.leaves["blocks/0/attention/out/kernel"] == Leaf(True, None)
-    assert not task.leaves["embed/embedding"].is_matrix
 
 
 def of_optax(axes):
@@ -176,11 +98,3 @@ def test_the_table_of_the_readme_is_that_of_the_results(script):
     assert f"\n\n{script.table(results).markdown()}\n\n" in page
     names = {line.get("library") for line in results.lines.values()} - {None}
     assert names == set(script.NAMES)
-
-
-@pytest.mark.more
-def test_what_is_not_installed_is_left_out(tmp_path):
-    out = tmp_path / "results.jsonl"
-    found = run_script(SCRIPT, "rollfast_muon", "--out", out, "--steps", "10")
-    assert "rollfast_muon is left out: No module named 'rollfast'" in found.stdout
-    assert not out.exists()

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from evidence.lab import Lab, Unfinished
 from evidence.optimizers import hyperparameters, schedule
-from evidence.plan import Plan
 from evidence.run import Run
 from evidence.texts import HELD_OUT, Text, text
-from evidence.training import evaluates
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -34,29 +32,6 @@ def test_schedules():
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
     rates = np.float32([0.5, 0.1, 0.1])
     assert at[9] == (*rates, math.inf, None)
-
-
-def test_beta_rises_over_300_steps():
-    rising = hyperparameters(Run(steps=400, beta=0.95, beta_from=0.85))
-    betas = [rising[i].beta for i in (0, 150, 300, 399)]
-    np.testing.assert_allclose(betas, [0.85, 0.9, 0.95, 0.95], rtol=1e-6)
-    assert {at.beta for at in hyperparameters(Run(beta=0.8))} == {None}
-
-
-@pytest.mark.parametrize("share, steps", [(0.0, 0), (0.001, 1), (0.01, 4), (0.2, 80)])
-def test_a_warm_up_takes_its_share_of_the_steps(share, steps):
-    factors = schedule(Run(steps=400, schedule="constant", warm_up=share))
-    expected = [min(1.0, step / steps) if steps else 1.0 for step in range(1, 401)]
-    np.testing.assert_allclose(factors, expected)
-
-
-def test_evaluations_are_spread_evenly_and_the_last_is_at_the_end():
-    run = Run(steps=400, evaluations=10)
-    assert [i + 1 for i in range(400) if evaluates(run, i)] == list(range(40, 401, 40))
-    run = Run(steps=30, evaluations=4)
-    places = [i + 1 for i in range(30) if evaluates(run, i)]
-    assert len(places) == 4 and places[-1] == 30
-    assert [i for i in range(30) if evaluates(run.but(evaluations=1), i)] == [29]
 
 
 def test_parts_of_a_text_do_not_overlap(tmp_path):
@@ -112,13 +87,6 @@ def test_a_text_that_was_changed_was_not_read(tmp_path):
     assert one.was_read(one.digest) and not one.was_read(other.digest)
 
 
-def test_text_that_is_too_short_is_said_to_be_so(tmp_path):
-    file = tmp_path / "short.txt"
-    file.write_text("too short")
-    with pytest.raises(SystemExit, match="too few for context 64"):
-        Text(str(file), tune=7, report=15).batch(4, 64, seed=0, step=0)
-
-
 def test_every_field_is_part_of_the_key():
     assert json.loads(Run().key) == {}
     assert json.loads(Run(seed=2, fused=True).key) == {"seed": 2, "fused": True}
@@ -146,17 +114,6 @@ def test_one_program_serves_all_rates_and_corpora():
     assert run.but(muon=(("nesterov", False),)).program != run.program
 
 
-def test_arms_are_runs_of_every_corpus_and_seed():
-    arms = Plan(["code", "prose"], first_seed=5).arms(
-        {"free": {}, "low": dict(threshold=3.0)}, 2, steps=7, threshold=9.0
-    )
-    assert list(arms) == [(c, a) for c in ("code", "prose") for a in ("free", "low")]
-    assert arms["prose", "low"] == [
-        Run(corpus="prose", steps=7, threshold=3.0, seed=seed) for seed in (5, 6)
-    ]
-    assert {run.threshold for run in arms["code", "free"]} == {9.0}
-
-
 def test_lab_keeps_results_over_interruptions(tmp_path):
     lab = Lab(tmp_path, environment="here")
     lab.open("first")
@@ -174,9 +131,3 @@ def test_lab_keeps_results_over_interruptions(tmp_path):
     assert other.once("a", lambda: pytest.fail("measured again"))["value"] == 1
     with pytest.raises(Unfinished, match="1 runs are missing"):
         lab.results([Run()])
-
-
-def test_quick_plan_is_small_and_seeds_differ_from_tuning():
-    plan = Plan()
-    assert 0 not in plan.seeds(8) and len(plan.seeds(8)) == 8
-    assert Plan(quick=True).run("code").tokens < plan.run("code").tokens / 20

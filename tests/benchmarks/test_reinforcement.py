@@ -1,6 +1,5 @@
 """Episodes, advantages and brackets of the reinforcement learning in small."""
 
-import json
 import sys
 import types
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from evidence.lab import Lab
 from evidence.reinforcement import (
     advantages,
     beginnings,
@@ -18,7 +16,6 @@ from evidence.reinforcement import (
     play,
     Played,
     ppo,
-    TASKS,
     TRACE,
 )
 from evidence.run import Run
@@ -89,20 +86,6 @@ def test_every_beginning_can_be_completed():
     for given in np.asarray(beginnings(jax.random.key(0), 8)):
         answer = [*given, *(given[::-1] + 1)]  # and is, by closing all from the last
         assert is_closed(jnp.int32(answer)) and len(given) == GIVEN
-
-
-@pytest.mark.more
-@pytest.mark.usefixtures("fast_compilation", "guessing")
-@pytest.mark.parametrize("task", list(TASKS))
-def test_a_task_is_learned_a_little_and_kept_by_the_lab(task, tmp_path):
-    model = "attention" if task == "Acrobot-v1" else "mlp"
-    run = Run(task=task, model=model, width=16, heads=2, layers=1, statistics=False)
-    run = run.but(steps=12, learning_rate=1e-2, candidate="high-pass", warm_up=0.0)
-    result = play(run)
-    assert [step for step, *_ in result["curve"]][-1] == 12
-    assert np.isfinite(result["curve"]).all() and len(result["curve"]) == 10
-    (tmp_path / "known.jsonl").write_text(json.dumps({"run": run.key} | result))
-    assert Lab(tmp_path, trains=False).results([run])[0]["curve"] == result["curve"]
 
 
 @pytest.mark.more

@@ -7,12 +7,9 @@ import gpt2
 import helpers
 import jax
 import jax.extend.core
-import jax.numpy as jnp
-import optax
-import optimizer_step
 import pytest
 from alternating import alternate, compare
-from optax_main import as_on_main, RELEASED
+from optax_main import RELEASED
 from optimizer_step import needed_flops
 from tables import Report, Table
 
@@ -26,19 +23,6 @@ def test_needed_flops_are_those_counted_by_hand():
     # lacks the one with Q before it, and the last the two for the next X X^T.
     wide = 2 * 2 * (4 * cube) + (3 * 4 - 3 + 2 * 4 - 3) * cube
     assert needed_flops({"c": (768, 192)}) == pytest.approx(wide, rel=0.02)
-
-
-def test_the_peak_is_that_of_the_fastest_product():
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    costs = optimizer_step.chain.lower(x).compile().cost_analysis()
-    per_chain = optimizer_step.CHAIN * 2
-    assert costs["flops"] == pytest.approx(per_chain * 256**3, rel=0.01)
-    # In GFLOP/s 10, 50 and 40: the one of 2048 is the fastest.
-    speeds = {1024: 1e10, 2048: 5e10, 4096: 4e10}
-    times = {str(n): [per_chain * n**3 / v] * 3 for n, v in speeds.items()}
-    shapes = {"a": (128, 128)}
-    times["ours"] = [optimizer_step.needed_flops(shapes) / 2e10] * 3
-    assert optimizer_step.share_of_peak(shapes, times) == pytest.approx(0.4)
 
 
 def test_ratios_are_of_neighbors():
@@ -74,13 +58,6 @@ def test_the_main_branch_of_optax_has_a_loop_where_its_release_has_none():
     for name, update in updates["optax"].items():
         share = helpers.of_newton_schulz(size=16)
         helpers.assert_close(update, updates[RELEASED][name], share)
-
-
-def test_what_unrolls_nothing_is_as_the_main_branch_already():
-    params = {"a": jnp.ones(3)}
-    tx = as_on_main(optax.sgd(1.0))
-    with pytest.raises(RuntimeError, match="unrolls no loop"):
-        tx.update(params, tx.init(params))
 
 
 def test_tables_come_back_from_the_file(tmp_path, capsys):

@@ -1,29 +1,16 @@
-"""The benchmark that compiles for TPU: on CPU, and with libtpu where there is one."""
-
-import argparse
-import contextlib
-import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
+"""The benchmark that compiles for TPU, on CPU: costs, loops and sizes."""
 
 import jax
 import numpy as np
 import pytest
 import tpu_ahead_of_time
-from hlo_costs import Costs, Traffic
-from jax.sharding import AxisType, Mesh, NamedSharding
+from hlo_costs import Costs
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from matplotlib.figure import Figure
 from models import Model, models
 from optax_main import RELEASED
-from shares import even_flops, loops_of_devices
-from tables import Report
+from shares import loops_of_devices
 
-
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -108,39 +95,6 @@ def test_how_often_each_device_runs_its_loops_where_nobody_gives_shardings():
     ]
 
 
-def test_arithmetic_shared_out_evenly():
-    standard = Model({"a": (5, 16, 16)}, {"a": P()}, {"x": 4})
-    assert even_flops(standard, "cpu") == 5 * STEPS * SQUARE_STEP / 4
-
-
-def test_arguments_are_placed():
-    mesh = mesh_of(CUT)
-    tx = tpu_ahead_of_time.optimizers(CUT.shapes, adam=CUT.adam)["ours"]
-    grads, state, params = tpu_ahead_of_time.arguments(tx, CUT, mesh)
-    assert params["b"].shape == grads["b"].shape == (5, 16, 32)
-    for leaf in jax.tree.leaves((grads, state, params)):
-        cut = [
-            P(*spec)
-            for name, spec in CUT.specs.items()
-            if leaf.shape == CUT.shapes[name]
-        ]
-        assert leaf.sharding == NamedSharding(mesh, cut[0] if cut else P())
-
-
-def test_models_hold_the_same_matrices_in_either_layout():
-    sizes = {
-        name: sum(map(np.prod, model.shapes.values()))
-        for name, model in models(16).items()
-    }
-    gpt2, llama = (
-        12 * 12 * 768**2,
-        16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192),
-    )
-    one_chip = [size for name, size in sizes.items() if not models(16)[name].specs]
-    assert one_chip == [gpt2, gpt2, llama, llama]
-    assert {size for name, size in sizes.items() if "1B" in name} == {llama}
-
-
 def test_the_size_of_known_models():
     """Without norms and biases; Llama's without embeddings."""
     sizes = {
@@ -150,110 +104,3 @@ def test_the_size_of_known_models():
     assert sizes["Llama-8B, FSDP 64"] == pytest.approx(6.98e9, rel=1e-3)
     assert sizes["Mixtral-like, expert 8 x FSDP 8"] == pytest.approx(46.4e9, rel=1e-2)
     assert sizes["Kimi K2, expert 128 x FSDP 8"] == pytest.approx(1.026e12, rel=1e-2)
-
-
-@pytest.mark.parametrize("name", [k for k, model in models(4).items() if model.specs])
-def test_every_leaf_of_a_model_on_a_mesh_divides(name):
-    model = models(4)[name]
-    assert model.specs.keys() == model.shapes.keys()
-    for leaf, spec in model.specs.items():
-        for size, entry in zip(model.shapes[leaf], spec, strict=False):
-            names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-            assert size % np.prod([model.mesh[axis] for axis in names], dtype=int) == 0
-
-
-def compiled(name, by, cycles):
-    traffic = Traffic(1, 2 * 10**6, exposed=5 * 10**5)
-    costs = Costs(3 * 10**9, cycles, {"all-gather": traffic})
-    even = 2e9 if by == "ours" else None
-    return tpu_ahead_of_time.Compiled(name, by, costs, even, 5_000_000, 6_000_000, 1.25)
-
-
-UPDATES = [
-    compiled(name, by, cycles)
-    for name in SMALL
-    for by, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
-]
-
-
-def test_table_and_file(capsys, tmp_path):
-    args = argparse.Namespace(json=tmp_path / "new" / "a.json")
-    report = Report(args)
-    table = report.table("title", tpu_ahead_of_time.COLUMNS)
-    tpu_ahead_of_time.add_rows(table, UPDATES[:2])
-    *_, ours, theirs = capsys.readouterr().out.splitlines()
-    expected = (
-        "separate | ours | 3 | 2 | 1.00 | 0.25 | 1 all-gather: 2 | 25% | 5 | 6 | 1.2"
-    )
-    assert ours == f"| {expected} |"
-    assert theirs.startswith("| separate | optax | 3 | - | 4.00 | 1.00 |")
-    report.write()
-    (content,) = json.loads(args.json.read_text())["tables"]
-    assert [row[4] for row in content["rows"]] == [1.0, 4.0]
-
-
-def test_bars_are_as_long_as_the_cycles(monkeypatch, tmp_path):
-    axes = Figure().subplots()
-    picture = contextlib.nullcontext(axes)
-    monkeypatch.setattr(tpu_ahead_of_time, "picture", lambda *_, **__: picture)
-    tpu_ahead_of_time.draw(tmp_path / "a.png", UPDATES)
-    ours, optax = axes.containers
-    assert [bar.get_width() for bar in ours] == [1.0, 1.0]
-    assert [bar.get_width() for bar in optax] == [4.0, 4.0]
-    middles = [bar.get_y() + bar.get_height() for bar in ours]
-    assert middles == pytest.approx([bar.get_y() for bar in optax])
-    assert middles == pytest.approx(axes.get_yticks())
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(SMALL)
-
-
-ON_TPU = """
-import jax, jax.numpy as jnp, tpu_ahead_of_time
-from hlo_costs import hlo_costs
-from jax.sharding import NamedSharding, PartitionSpec as P
-from models import Model
-
-small = {
-    "one chip": Model({"a": (3, 256, 256), "b": (256, 512)}),
-    "cut, on a mesh": Model(
-        {"a": (3, 256, 256), "b": (6, 256, 512)},
-        {"a": P(None, "x"), "b": P(None, "x")},
-        {"x": 4},
-    ),
-}
-mesh = tpu_ahead_of_time.tpu_mesh(small["one chip"])
-x = jax.ShapeDtypeStruct((6, 256, 512), jnp.float32, sharding=NamedSharding(mesh, P()))
-for function in (lambda x: x @ x.mT, lambda x: x[0] @ x[1].T @ x[2]):
-    compiled = jax.jit(function).lower(x).compile()
-    costs = hlo_costs(compiled.as_text())
-    assert costs.flops == compiled.cost_analysis()["flops"] and costs.cycles > 0
-tpu_ahead_of_time.models = lambda layers: small
-tpu_ahead_of_time.main()
-"""
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, not a TPU"
-)
-@pytest.mark.parametrize(
-    ("chosen", "collectives"),
-    [
-        ([], "none"),
-        (["--model", "cut", "none"], "4 all-to-all"),
-        (["--model", "cut", "none", "--without-shardings"], "4 all-to-all"),
-    ],
-)
-def test_for_tpu(tmp_path, chosen, collectives):
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "PYTHONPATH": str(BENCHMARKS),
-    }
-    subprocess.run(
-        [sys.executable, "-c", ON_TPU, "--json", tmp_path / "a.json", *chosen],
-        check=True,
-        env=os.environ | environment,
-    )
-    (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
-    assert len(table["rows"]) == 3 and all(row[4] > 0 for row in table["rows"])
-    ours = table["rows"][0]
-    assert ours[6].startswith(collectives)

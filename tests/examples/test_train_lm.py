@@ -133,25 +133,6 @@ def test_resuming_with_other_settings_is_refused(comparison, text):
 
 
 @pytest.mark.more
-def test_a_new_run_keeps_the_old_one(text, tmp_path):
-    arguments = [
-        *SMALL,
-        "--data",
-        text,
-        "--optimizer",
-        "adamw",
-        "--out",
-        tmp_path / "run",
-    ]
-    for _ in range(2):
-        run("train_lm.py", *arguments)
-    for name in ("adamw", "adamw.1"):
-        assert (tmp_path / "run" / name).is_dir()
-    for name in ("comparison.png", "comparison.1.png", "results.1.json"):
-        assert (tmp_path / "run" / name).is_file()
-
-
-@pytest.mark.more
 @pytest.mark.parametrize(
     "content, options, message",
     [
@@ -168,31 +149,6 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
     )
     assert result.returncode and message in result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.more
-def test_unusable_numbers_are_refused():
-    for option in ("--steps=0", "--eval-every=0", "--heads=-1"):
-        result = run("train_lm.py", option, check=False)
-        assert result.returncode == 2 and "must be positive" in result.stderr
-
-
-@pytest.mark.more
-def test_an_interruption_names_the_way_on(text, tmp_path):
-    arguments = [*SMALL, "--data", text, "--out", tmp_path / "run"]
-    script = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import corpus, train_lm
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-corpus.Corpus.batch = interrupted
-sys.argv = {["train_lm.py", *map(str, arguments)]!r}
-train_lm.main()
-"""
-    result = run_script("-c", script, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert f"--out {tmp_path / 'run'} --resume" in result.stderr
 
 
 @pytest.mark.more

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import matrix_view

@@ -8,7 +8,7 @@ import chex
 import jax
 import optax
 import pytest
-from helpers import more, normal
+from helpers import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -93,39 +93,8 @@ def specs_of_state(state):
     return jax.tree.map_with_path(spec, state)
 
 
-def in_shard_map(tx, is_checked=True):
-    with jax.set_mesh(mesh()):
-        state = tx.init(PARAMS)
-    of_state = specs_of_state(state)
-    step = jax.shard_map(
-        step_of(tx),
-        mesh=mesh(),
-        in_specs=(SPECS, of_state, SPECS),
-        out_specs=(SPECS, of_state),
-        check_vma=is_checked,
-    )
-    return jax.jit(step), state
-
-
 def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("is_checked", [True, more(False)])
-@pytest.mark.parametrize(
-    "axis_name", [more(None), more("data"), ("data", "fsdp", "tensor")]
-)
-def test_same_as_on_one_device(axis_name, is_checked):
-    tx = make(shardings=SPECS, axis_name=axis_name)
-    assert_close(walk(*in_shard_map(tx, is_checked)), expected())
-
-
-@pytest.mark.more
-def test_neurons_are_normalized_over_all_blocks():
-    options = dict(neuron_b2=0.9, cautious_weight_decay=True)
-    tx = make(shardings=SPECS, axis_name="data", **options)
-    assert_close(walk(*in_shard_map(tx)), expected(**options))
 
 
 @pytest.mark.more
@@ -227,24 +196,6 @@ def test_the_derivative_is_that_of_whole_leaves(way, check):
     )
     desired = directions(alone, params, tangents)
     assert_close(jax.jit(mapped)(params, tangents), desired)
-
-
-def test_bad_shardings_name_the_leaf():
-    for spec, message in (
-        (P("rows"), r"of 'up0'.*lacks: \['rows'\]"),
-        (P(None, None, "fsdp"), "of 'up0'.*too many entries"),
-    ):
-        tx = make(shardings={**SPECS, "up0": spec})
-        with pytest.raises(ValueError, match=message):
-            in_shard_map_alone(tx)
-
-
-@pytest.mark.more
-def test_a_leaf_that_differs_unsaid():
-    """Types know that `up0` is cut, but `shardings` says that it is whole."""
-    tx = make(shardings={**SPECS, "up0": P()})
-    with pytest.raises(ValueError, match=r"'up0' differs along \['fsdp'\]: say in"):
-        in_shard_map_alone(tx)
 
 
 def test_8_bits_want_whole_matrices():

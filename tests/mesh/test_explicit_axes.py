@@ -1,4 +1,4 @@
-"""Explicit axes: alongside automatic ones, under `vmap`, and without an optimizer."""
+"""Explicit axes: under `vmap`, under differentiation, and without an optimizer."""
 
 import contextlib
 
@@ -48,29 +48,6 @@ def test_the_derivative_of_newton_schulz(spec):
     gradient = jax.grad(lambda x: jnp.sum(mc.newton_schulz(x, steps=2) ** 3))
     found = jax.jit(gradient)(jax.device_put(x, NamedSharding(mesh_of(E, E), spec)))
     np.testing.assert_allclose(found, gradient(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("types", [(A, E), more((E, A)), (E, E)])
-@pytest.mark.parametrize("told", [True, more(False)])
-def test_same_as_on_one_device(types, told):
-    mesh = mesh_of(*types)
-    specs = SPECS if types == (E, E) else SPECS | {"tall": P("a")}
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    params = jax.device_put(PARAMS, shardings)
-    tx = make(shardings if told else None)
-    with jax.set_mesh(mesh):
-        updates = jax.jit(tx.update)(params, tx.init(params), params)[0]
-    for name, expected in updated(make(), PARAMS).items():
-        np.testing.assert_allclose(updates[name], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_shardings_that_contradict_the_explicit_axis_next_to_an_automatic_one():
-    mesh = mesh_of(A, E)
-    params = jax.device_put(PARAMS["wide"], NamedSharding(mesh, P("a", "b")))
-    wrong = make(NamedSharding(mesh, P("b", "a")))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="which is on"):
-        jax.jit(wrong.update)(params, make().init(params), params)
 
 
 @pytest.mark.parametrize(

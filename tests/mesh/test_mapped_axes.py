@@ -329,27 +329,6 @@ def test_gradients_of_a_mean_loss_are_the_mean(averages_itself, check):
     assert_close(step(params, tx.init(params), x), expected)
 
 
-@CHECKED
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("options", [{}, {"neuron_b2": 0.9}])
-def test_axes_of_one_device(sizes, options, check):
-    """A laptop runs the program of a cluster: along one device nothing differs."""
-    data, tensor = sizes
-    params = {"up": normal(0, 6, 8), "down": normal(1, 8, 6), "bias": normal(2, 8)}
-    specs = {"up": P(None, "tensor"), "down": P("tensor"), "bias": P("tensor")}
-    known = {"up": Numbers(0, 1), "down": Numbers(0, 1), "bias": None}
-    options = options | {"dimension_numbers": known}
-    alone = mc.muon(0.1, **options)
-    expected, _ = alone.update(params, alone.init(params), params)
-    tx = mc.muon(0.1, shardings=specs, axis_name="data", **options)
-
-    def step(params):
-        return tx.update(params, tx.init(params), params)[0]
-
-    mesh = mesh_of(data=data, tensor=tensor)
-    assert_close(mapped(step, mesh, (specs,), specs, check)(params), expected)
-
-
 def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
     """By JAX, before the update sees them; the manual says so."""
     params, x = {"up": normal(0, 6, 10)}, normal(2, 24, 6)
@@ -530,50 +509,3 @@ def test_blocks_that_cut_through_heads(heads):
     ):
         # As many as a device would have if a block had whole heads only.
         mapped(clip, mesh, (specs, P("tensor")), specs, True)(params, jnp.ones(4))
-
-
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 1)])
-def test_one_leaf_that_an_axis_of_one_device_cuts(sizes):
-    """Types say that it differs along that axis, and of the others that they do not."""
-    mesh = jax.make_mesh(
-        sizes,
-        ("a", "b"),
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[: sizes[1]],
-    )
-    specs = {"u": P("a", "b"), "v": P(None, "b"), "w": P(None, ("b", "a"))}
-    params = {name: normal(i, 4, 8) for i, name in enumerate(specs)}
-    tx, alone = (
-        mc.scale_by_muon(
-            orthogonalizer=mc.NewtonSchulz(steps=2),
-            dimension_numbers=Numbers(0, 1),
-            shardings=shardings,
-        )
-        for shardings in (specs, None)
-    )
-    expected, _ = alone.update(params, alone.init(params))
-
-    def step(grads):
-        return tx.update(grads, tx.init(grads))[0]
-
-    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))
-    # Two steps multiply an error by at most 3.4445 each.
-    chex.assert_trees_all_close(found(params), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("sizes", [dict(a=2, b=1), dict(a=1, b=2)])
-def test_the_state_of_neurons_names_axes_of_one_device(sizes):
-    """Specs that are taken from the state are those of the params, as for momentum."""
-    mesh, spec = mesh_of(**sizes), P("a", "b")
-    gradients = {"w": normal(0, 8, 16)}
-    params = jax.device_put(gradients, NamedSharding(mesh, spec))
-    alone = mc.muon(0.1, neuron_b2=0.9)
-    expected, _ = alone.update(gradients, alone.init(gradients), gradients)
-    tx = mc.muon(0.1, neuron_b2=0.9, shardings={"w": spec})
-    with jax.set_mesh(mesh):
-        state = tx.init(params)
-        specs = jax.tree.map(lambda x: x.sharding.spec, state)
-        step = mapped(tx.update, mesh, (spec, specs, spec), (spec, specs), True)
-        found, after = step(params, state, params)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    np.testing.assert_allclose(found["w"], expected["w"], atol=1e-6)

@@ -84,15 +84,6 @@ def stats_of(params):
 
 
 OPTIONS = {"orthogonalizer": mc.NewtonSchulz(steps=2)}
-OPTIMIZERS = {
-    "muon": lambda **how: mc.muon(1e-2, **OPTIONS, **how),
-    "8 bits": lambda **how: mc.muon(1e-2, mu_dtype="int8", **OPTIONS, **how),
-    "neurons": lambda **how: mc.muon(1e-2, neuron_b2=0.9, **OPTIONS, **how),
-    "muonclip": lambda **how: mc.muonclip(1e-2, **OPTIONS, **how),
-    "multi_steps": lambda **how: mc.multi_steps(
-        mc.muonclip(1e-2, **OPTIONS, **how), 2, shardings=how["shardings"]
-    ),
-}
 
 
 def moved(before, after):
@@ -104,68 +95,6 @@ def moved(before, after):
         )
         if not x.sharding.is_equivalent_to(y.sharding, x.ndim)
     ]
-
-
-STEPS = [
-    (name, optimizer, is_told, init)
-    for name, optimizer in (
-        ("data parallel", "muonclip"),
-        ("FSDP", "muonclip"),
-        ("FSDP x tensor", "8 bits"),
-        ("FSDP x tensor", "neurons"),
-        ("FSDP x tensor", "multi_steps"),
-        ("a stack", "multi_steps"),
-    )
-    for is_told, init in ((False, "eager"), (True, "jit"))
-]
-# Nothing shows `init` how, but how the compiler shards the params.
-STEPS += [("FSDP x tensor", name, False, "jit") for name in OPTIMIZERS]
-
-
-ONCE = (  # each optimizer, each way of `init`
-    ("FSDP", "muonclip", False, "eager"),
-    ("FSDP x tensor", "8 bits", False, "jit"),
-    ("FSDP x tensor", "neurons", True, "jit"),
-    ("a stack", "multi_steps", False, "eager"),
-)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("name, optimizer, is_told, init", few(STEPS, *ONCE))
-def test_a_step_returns_the_state_sharded_as_it_was(name, optimizer, is_told, init):
-    """So that one program does for all steps, compiled ahead of time or not.
-
-    Gradients may be sharded otherwise, as those of a replicated kernel are whose
-    inputs a mesh cuts.
-    """
-    sizes, specs, stack = LAYOUTS[name]
-    mesh = mesh_of(sizes)
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    params = jax.device_put(tree(0, stack), placed)
-    other = NamedSharding(mesh, P(*[None] * len(stack), tuple(sizes)[-1]))
-    tx = OPTIMIZERS[optimizer](shardings=placed if is_told else None)
-    make = jax.jit(tx.init) if init == "jit" else tx.init
-
-    def step(params, state):
-        grads = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), other), params
-        )
-        stats = {}
-        if optimizer in ("muonclip", "multi_steps"):
-            stats = {"attention_stats": stats_of(params)}
-        return tx.update(grads, state, params, **stats)
-
-    with jax.set_mesh(mesh):
-        states = [make(params)]
-        step = jax.jit(step).lower(params, states[0]).compile()
-        for _ in range(3):
-            _, state = step(params, states[-1])
-            states.append(state)
-    for state in states[1:]:
-        assert not moved(states[0], state)
-    matrices = optax.tree.get(states[0], "mu", filtering=in_muon)["mlp"]["up"]["kernel"]
-    of_param = placed["mlp"]["up"]["kernel"]
-    assert matrices.sharding.is_equivalent_to(of_param, matrices.ndim)
 
 
 #: Leaves that share a stack, each cut where the other is not.
@@ -192,11 +121,6 @@ def test_the_state_of_one_leaf_takes_no_cut_of_another(name):
         state = tx.init(params)
         _, after = jax.jit(tx.update)(params, state, params)
     assert not moved(state, after)
-
-
-def in_muon(path, value):
-    """The momentum of matrices, of which AdamW keeps some of its own."""
-    return "adamw" not in jax.tree_util.keystr(path)
 
 
 # Programs

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import one_at_a_time
-from internals import paths
 from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
@@ -173,43 +172,6 @@ def test_entries_that_are_query_and_key_are_scaled_once():
     after = mc.clip_qk(params, stats, alpha=0.3, attention=[layer])["w"]
     np.testing.assert_allclose(after[0, 1], 0.25**0.5, rtol=1e-6)
     np.testing.assert_array_equal(after[:, 0], 1)
-
-
-def test_layers_are_found_in_steps_that_grow_with_the_leaves(monkeypatch):
-    """Four times the layers, four times the steps: how often a path is looked into."""
-
-    class CountingPath(tuple):
-        def __getitem__(self, index):
-            counts[-1] += 1
-            part = super().__getitem__(index)
-            return CountingPath(part) if isinstance(part, tuple) else part
-
-    flatten = paths.flatten
-
-    def counted(*args, **kwargs):
-        tree = flatten(*args, **kwargs)
-        return tree._replace(paths=tuple(map(CountingPath, tree.paths)))
-
-    monkeypatch.setattr(paths, "flatten", counted)
-    embedding = {"embedding": jnp.ones((5, 8))}
-    cases = [
-        (
-            mc.flax_attention_layers,
-            STOCK_PARAMS | {"out": kernel(2, 4, 8), "ln": SCALE},
-        ),
-        (
-            mc.flax_dimension_numbers,
-            STOCK_PARAMS | {"out": kernel(2, 4, 8), "e": embedding},
-        ),
-        (mc.muonclip(1e-2, per_head=True).init, STOCK_PARAMS),
-        (mc.qk_clip().init, STOCK_PARAMS),
-    ]
-    for find, block in cases:
-        counts = []
-        for layers in (20, 80):
-            counts.append(0)
-            find({f"layer_{i}": {"attn": block} for i in range(layers)})
-        assert counts[0] and counts[1] <= 4.2 * counts[0]
 
 
 ROOT = {

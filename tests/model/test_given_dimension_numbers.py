@@ -70,39 +70,6 @@ def test_bad_numbers_name_the_path(spec, message):
         mc.muon(1e-3, dimension_numbers=spec).init(params)
 
 
-@pytest.mark.parametrize("axis", [1, 2])
-def test_stack_axes_elsewhere_than_in_front(axis):
-    """Moving the axis of the layers moves nothing else."""
-    front = {
-        "attn": {
-            **{n: {"kernel": jnp.ones((3, 16, 4, 8))} for n in ("query", "value")},
-            "out": {"kernel": jnp.ones((3, 4, 8, 20))},
-        },
-        "up": {"kernel": jnp.ones((3, 20, 24))},
-    }
-    if axis == 1:  # beyond, vectors have no place for the stack
-        front["up"]["bias"] = jnp.ones((3, 24))
-        front["norm"] = {"scale": jnp.ones((3, 20))}
-        front["conv"] = {
-            "kernel": jnp.ones((3, 5, 6, 7, 9)),
-            "bias": jnp.ones((3, 9)),
-        }
-    moved = jax.tree.map(lambda p: jnp.moveaxis(p, 0, axis), {"layers": front})
-    moved["embed"] = {"embedding": jnp.ones((50, 20))}
-    numbers = mc.flax_dimension_numbers(moved, stack_axes={"layers": axis})
-    views = views_of(numbers, moved)
-    in_front = {"layers": front} | {"embed": moved["embed"]}
-    numbers = mc.flax_dimension_numbers(in_front, stack_axes={"layers": 0})
-    expected = views_of(numbers, in_front)
-    assert [v and (v.count, v.fan_in, v.fan_out) for v in views] == [
-        v and (v.count, v.fan_in, v.fan_out) for v in expected
-    ]
-    for view, leaf in zip(views, jax.tree.leaves(moved), strict=True):
-        if view is not None:
-            assert view.batch == (axis,)
-            assert view.to_matrices(leaf).shape[0] == 3
-
-
 def test_stack_axes_of_a_module_that_is_not_there():
     with pytest.raises(ValueError, match="stack_axes names 'decoder'"):
         mc.flax_dimension_numbers({"w": jnp.ones((2, 2))}, stack_axes={"decoder": 1})

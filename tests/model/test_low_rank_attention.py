@@ -3,8 +3,6 @@
 A reading knows what they do to the logits; names do not, and say so.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ import muonclip_jax as mc
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-D, H, K, E, R, L, T = 10, 4, 2, 6, 3, 2, 5
+D, H, K, E, R, T = 10, 4, 2, 6, 3, 5
 X = np.asarray(normal(0, T, D), np.float64)
 
 
@@ -27,127 +25,40 @@ def rand(*shape):
     return normal((*shape, 7), *shape)
 
 
-def projection(heads, *, flat, lead=(), leaf="kernel", prefix=""):
-    """A kernel, its bias and two factors, as nnx.LoRALinear and qwix name them."""
-    outputs = (heads * E,) if flat else (heads, E)
-    factors = {
-        f"{prefix}lora_a": rand(*lead, D, R),
-        f"{prefix}lora_b": rand(*lead, R, *outputs),
-    }
-    factors = {"lora": factors} if flat and not prefix else factors
-    return {leaf: rand(*lead, D, *outputs), "bias": rand(*lead, *outputs)} | factors
+def projection():
+    """A kernel, its bias and two factors, as nnx.LoRALinear names them."""
+    factors = {"lora_a": rand(D, R), "lora_b": rand(R, H, E)}
+    return {"kernel": rand(D, H, E), "bias": rand(H, E)} | factors
 
 
-def project(layer, heads, x, xp=np):
+def project(layer, x, xp):
     """The kernel and the product of the factors apart."""
-    factors = layer.get("lora", layer)
-    a, b = (
-        next(x for n, x in factors.items() if n.endswith(end))
-        for end in ("lora_a", "lora_b")
-    )
-    kernel, bias = layer.get("kernel", layer.get("w")), layer["bias"]
     if xp is np:
-        kernel, bias, a, b = (np.asarray(w, np.float64) for w in (kernel, bias, a, b))
-    y = x @ kernel.reshape(D, -1) + x @ a @ b.reshape(R, -1) + bias.reshape(-1)
-    return y.reshape(T, heads, E)
+        layer = {name: np.asarray(w, np.float64) for name, w in layer.items()}
+    low = x @ layer["lora_a"] @ layer["lora_b"].reshape(R, -1)
+    y = x @ layer["kernel"].reshape(D, -1) + low + layer["bias"].reshape(-1)
+    return y.reshape(T, H, E)
 
 
-def logits(query, key, key_heads, x=X, xp=np):
+def logits(attn, x=X, xp=np):
     """`(heads, query, key)`, by NumPy in float64."""
-    q, k = project(query, H, x, xp), project(key, key_heads, x, xp)
-    return xp.einsum("qhe,khe->hqk", q, xp.repeat(k, H // key_heads, 1))
+    q, k = (project(attn[name], x, xp) for name in ("query", "key"))
+    return xp.einsum("qhe,khe->hqk", q, k)
 
 
-def attend(params, x, names=("query", "key"), key_heads=H, is_scanned=False):
+def attend(params, x):
     """The same as a function to read, in JAX."""
-
-    def of_layer(attn):
-        query, key = (attn[name] for name in names)
-        weights = jax.nn.softmax(logits(query, key, key_heads, x, jnp))
-        return jnp.einsum(
-            "hqk,khe->qhe", weights, project(key, key_heads, x, jnp)[:, :1]
-        )
-
     attn = params["attn"]
-    return jax.lax.map(of_layer, attn) if is_scanned else of_layer(attn)
+    value = project(attn["key"], x, jnp)[:, :1]
+    return jnp.einsum("hqk,khe->qhe", jax.nn.softmax(logits(attn, x, jnp)), value)
 
 
 def largest(attn):
-    return logits(attn["query"], attn["key"], H).max((1, 2))
+    return logits(attn).max((1, 2))
 
 
-def in_layer(attn, i):
-    return attn if i is None else jax.tree.map(lambda x: x[i], attn)
-
-
-CASES = {
-    "Flax": (("query", "key"), {"flat": False}, K),
-    "Flax, scanned": (("query", "key"), {"flat": False, "lead": (L,)}, H),
-    "flat, as nnx.LoRALinear": (("q_proj", "k_proj"), {"flat": True}, K),
-    "qwix on tunix": (
-        ("q_proj", "k_proj"), {"flat": False, "leaf": "w", "prefix": "w_"}, K,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("alpha", [0.5, 0.2])
-def test_factors_are_scaled_with_their_kernel(name, alpha):
-    (query, key), options, key_heads = CASES[name]
-    attn = {query: projection(H, **options), key: projection(key_heads, **options)}
-    is_scanned = bool(options.get("lead"))
-
-    def measure(attn):
-        layers = [in_layer(attn, i) for i in (range(L) if is_scanned else [None])]
-        rows = [logits(x[query], x[key], key_heads).max((1, 2)) for x in layers]
-        return np.array(rows if is_scanned else rows[0])
-
-    fun = functools.partial(
-        attend, names=(query, key), key_heads=key_heads, is_scanned=is_scanned
-    )
-    params, x = {"attn": attn}, jnp.asarray(X, jnp.float32)
-    reading = mc.read_model(fun, params, x)
-    _, stats = mc.record_attention(fun)(params, x)
-    before = measure(attn)
-    tau = float(np.median(before))
-    tx = mc.qk_clip(tau, alpha=alpha, model=reading)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = tx.update(zeros, tx.init(params), params, attention_stats=stats)
-    after = optax.apply_updates(params, updates)["attn"]
-    # A product of two scaled float32 weights, each rounded once, summed over few.
-    np.testing.assert_allclose(measure(after), np.minimum(before, tau), rtol=1e-5)
-
-
-def test_fused_projections_scale_two_thirds_of_the_factor():
-    fused = {"kernel": rand(D, 3 * H * E), "lora_a": rand(D, R)}
-    params = {"attn": {"c_attn": fused | {"lora_b": rand(R, 3 * H * E)}}}
-
-    def fun(params, x):
-        p = params["attn"]["c_attn"]
-        y = x @ p["kernel"] + x @ p["lora_a"] @ p["lora_b"]
-        q, k, v = (y.reshape(T, 3, H, E)[:, i] for i in range(3))
-        weights = jax.nn.softmax(jnp.einsum("qhe,khe->hqk", q, k))
-        return jnp.einsum("hqk,khe->qhe", weights, v)
-
-    reading = mc.read_model(fun, params, jnp.asarray(X, jnp.float32))
-    (layer,) = reading.attention
-    stats = {"max_logits": jnp.full(H, 40.0)}
-    for name in reversed(layer.path.split("/")):
-        stats = {name: stats}
-    after = mc.clip_qk(params, stats, 10.0, model=reading)["attn"]["c_attn"]
-    ratio = np.asarray(after["lora_b"] / params["attn"]["c_attn"]["lora_b"])
-    expected = np.repeat([0.5, 0.5, 1.0], H * E)
-    np.testing.assert_allclose(ratio, np.broadcast_to(expected, ratio.shape), rtol=1e-6)
-    np.testing.assert_array_equal(after["lora_a"], fused["lora_a"])
-
-
-def flax_params(**extra):
-    return {
-        "attn": {
-            "query": projection(H, flat=False) | extra,
-            "key": projection(H, flat=False),
-        }
-    }
+def flax_params():
+    return {"attn": {"query": projection(), "key": projection()}}
 
 
 def labels(params):

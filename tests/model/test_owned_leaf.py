@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import one_at_a_time
-from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
 
@@ -113,23 +112,6 @@ def test_layers_of_a_stack_and_one_that_is_picked_are_not_apart():
     assert not every.is_apart_from(one) and one.is_apart_from(other)
 
 
-def test_leaves_are_equal_by_what_they_say():
-    leaf, shape, _ = made("flat", "in front")
-    same = mc.HeadLeaf("w", 2, split=(3, 2)).owned(shape)
-    assert leaf == same and hash(leaf) == hash(same) and leaf.owned(shape) is leaf
-    others = [
-        mc.HeadLeaf("v", 2, split=(3, 2)).owned(shape),
-        mc.HeadLeaf("w", 2, split=(2, 3)).owned(shape),
-        mc.HeadLeaf("w", 2, split=(3, 2)).owned(shape[2:]),
-        made("flat", "after an axis")[0],
-        "w",
-    ]
-    assert leaf not in others
-    # Written with all entries that heads have, and with one along each axis.
-    parts = {"part": ((-1, slice(0, 2)), (-3, slice(0, 5)))}
-    assert mc.HeadLeaf("w", 2, split=(3, 2), **parts).owned((5, 6)) == made("flat")[0]
-
-
 @pytest.mark.parametrize(
     "leaf",
     [
@@ -144,36 +126,3 @@ def test_leaves_are_equal_by_what_they_say():
 )
 def test_what_does_not_fit_has_no_owners(leaf):
     assert leaf.owned((5, 6)) is None
-
-
-# The leaf, where it is cut into how many blocks, and what that makes of the row.
-CUTS = [
-    ("an axis", "none", P(None, "x"), (1, 3), P("x")),
-    ("an axis", "none", P("x"), (5,), P(None)),
-    ("an axis", "in front", P("y", None, None, "x"), (2, 1, 1, 3), P("y", None, "x")),
-    ("flat", "none", P(None, "x"), (1, 3), P("x")),
-    ("flat", "none", P(None, "x"), (1, 2), None),
-    ("flat", "after an axis", P("x", "y"), (5, 3), P("y", None)),
-    ("outputs first", "none", P("x"), (3,), P("x")),
-    ("heads minor", "none", P(None, "x"), (1, 2), None),
-    ("fused", "none", P(None, "x"), (1, 3), None),
-    ("fused", "none", P("x"), (5,), P(None)),
-    ("groups counted by a later axis", "none", P(None, None, "x"), (1, 1, 3), P("x")),
-    ("groups counted by a later axis", "none", P("x"), (2,), None),
-    ("shared", "none", P("x"), (2,), P(None)),
-    # An axis of one device cuts nothing, and still has its name.
-    ("flat", "none", P(None, "x"), (1, 1), P("x")),
-]
-
-
-@pytest.mark.parametrize(("name", "stack", "cut", "counts", "expected"), CUTS)
-def test_the_row_is_cut_as_the_heads_of_a_leaf(name, stack, cut, counts, expected):
-    leaf, _, owners = made(name, stack)
-    assert leaf.row_spec(cut, counts) == expected
-    if stack == "none" and expected is not None and any(expected):
-        # Each block has those of the row's block, and no others.
-        (axis,) = (i for i, entry in enumerate(cut) if entry)
-        blocks = np.split(owners, counts[axis], axis)
-        rows = np.split(np.arange(leaf.heads), counts[axis])
-        for block, row in zip(blocks, rows, strict=True):
-            assert {*block.ravel().tolist()} - {-1} == {*row.tolist()}

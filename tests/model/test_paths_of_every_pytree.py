@@ -11,15 +11,9 @@ import pytest
 from containers import Module, named_tuple, registered, struct, variables
 from flax import nnx
 from flax.core import freeze
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from internals import paths
 
 import muonclip_jax as mc
-
-
-# `value` is what NNX puts below its variables, and a name like any other.
-NAMES = ("value", "query", "kernel", "a", "raw_value")
 
 
 def state(**fields):
@@ -48,48 +42,6 @@ CONTAINERS = {
     "nnx arrays": Module,
     "nnx variables": variables,
 }
-
-SEQUENCES = {"list": list, "tuple": tuple, "without keys": WithoutKeys}
-
-
-def holds_one_array(x):
-    if isinstance(x, WithoutKeys):
-        return len(x.children) == 1 and holds_one_array(x.children[0])
-    return isinstance(x, jax.Array)
-
-
-@st.composite
-def trees(draw, depth=3):
-    """A tree and the paths to its leaves, by the number in each."""
-    counter = iter(range(10_000))
-
-    def build(depth, prefix):
-        if not depth or (prefix and draw(st.booleans())):
-            number = next(counter)
-            return jnp.full((), number), {number: prefix}
-        kind = draw(st.sampled_from([*CONTAINERS, *SEQUENCES]))
-        names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-        numbered = kind in SEQUENCES
-        keys = [str(i) for i in range(len(names))] if numbered else names
-        parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
-        found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
-        children = {key: child for key, (child, _) in parts.items()}
-        if kind == "without keys" and holds_one_array(WithoutKeys(children.values())):
-            found = dict.fromkeys(found, prefix)
-        if numbered:
-            return SEQUENCES[kind](children.values()), found
-        return CONTAINERS[kind](**children), found
-
-    return build(depth, ())
-
-
-@settings(max_examples=80, deadline=None)
-@given(trees())
-def test_names_lead_to_each_leaf(built):
-    tree, expected = built
-    flat = paths.flatten(tree)
-    found = {int(leaf): p for p, leaf in zip(flat.paths, flat.leaves, strict=True)}
-    assert found == expected
 
 
 def attention(make):

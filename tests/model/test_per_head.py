@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_zoo import GEMMA, LATENT, LatentAttention
+from attention_zoo import GEMMA
 from helpers import inputs, normal, ScannedModel
-from internals import paths
 from layers import latent_layer
 from optax.contrib import MuonDimensionNumbers
 from pieces import CASES, leaf_of
@@ -190,22 +189,3 @@ def test_heads_that_do_not_follow_one_another_are_refused():
     params = {name: jnp.ones((6, 8)) for name in "qk"}
     with pytest.raises(ValueError, match="per_head=True cannot cut '[qk]'"):
         mc.muonclip(0.1, attention=layer_of(query, key), per_head=True).init(params)
-
-
-def test_latent_attention_kernels_are_matrices_over_fused_axes():
-    params = jax.eval_shape(LatentAttention().init, jax.random.key(0), inputs())[
-        "params"
-    ]
-    tree = paths.flatten(
-        mc.flax_dimension_numbers(params),
-        is_leaf=lambda n: n is None or hasattr(n, "output_axis"),
-    )
-    numbers = {paths.show(p): n for p, n in zip(tree.paths, tree.leaves, strict=True)}
-    assert (
-        numbers["wq_b/kernel"].output_axis
-        == numbers["wkv_b/kernel"].output_axis
-        == (-2, -1)
-    )
-    assert "query, 4 heads + rotary_query, 4 heads" in mc.describe(
-        params, attention=[LATENT]
-    )

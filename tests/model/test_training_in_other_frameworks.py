@@ -1,4 +1,4 @@
-"""Equinox, Haiku and models of named arrays train as if every axis had been told.
+"""Equinox and Haiku train as if every axis had been told.
 
 A language model in each, whose attention has two layers, read and recorded untouched:
 for 20 steps the losses are those of hand-written dimension numbers, and at learning
@@ -138,83 +138,7 @@ def haiku():
     return Model(params, transformed.apply, numbers)
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class NamedArray:
-    """An array with names of its axes, a node without keys, as Haliax has it."""
-
-    array: Any
-    axes: tuple[str, ...]
-
-    def tree_flatten(self):
-        return (self.array,), self.axes
-
-    @classmethod
-    def tree_unflatten(cls, axes, children):
-        return cls(*children, axes)
-
-
-def named(seed, **sizes):
-    shape = tuple(sizes.values())
-    scale = np.prod(shape[-1:]) ** -0.5
-    x = scale * jax.random.normal(jax.random.key(seed), shape)
-    return {"weight": NamedArray(x, tuple(sizes))}
-
-
-def levanter():
-    """As Levanter's Llama: layers stacked, heads in axes of their own."""
-    layer = {
-        "q_proj": named(1, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
-        "k_proj": named(2, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
-        "v_proj": named(3, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
-        "o_proj": named(4, layer=2, embed=WIDTH, heads=HEADS, head_size=HEAD_DIM),
-    }
-    mlp = {
-        "gate_proj": named(5, layer=2, mlp=2 * WIDTH, embed=WIDTH),
-        "up_proj": named(6, layer=2, mlp=2 * WIDTH, embed=WIDTH),
-        "down_proj": named(7, layer=2, embed=WIDTH, mlp=2 * WIDTH),
-    }
-    norm = {"weight": NamedArray(jnp.ones((2, WIDTH)), ("layer", "embed"))}
-    params = {
-        "embeddings": {"token_embeddings": named(8, vocab=VOCABULARY, embed=WIDTH)},
-        "transformer": {"layers": {"stacked": {
-            "input_layernorm": norm, "self_attn": layer, "mlp": mlp,
-        }}},
-        "lm_head": named(9, vocab=VOCABULARY, embed=WIDTH),
-    }  # fmt: skip
-
-    def block(x, layer):
-        y = x * layer["input_layernorm"]["weight"].array
-        attn = {k: v["weight"].array for k, v in layer["self_attn"].items()}
-        q, k, v = (jnp.einsum("bte,hde->bthd", y, attn[f"{n}_proj"]) for n in "qkv")
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + jnp.einsum("bthd,ehd->bte", y, attn["o_proj"])
-        mlp = {k: v["weight"].array for k, v in layer["mlp"].items()}
-        y = jax.nn.silu(x @ mlp["gate_proj"].T) * (x @ mlp["up_proj"].T)
-        return x + y @ mlp["down_proj"].T, None
-
-    def apply(params, tokens):
-        x = params["embeddings"]["token_embeddings"]["weight"].array[tokens]
-        stacked = params["transformer"]["layers"]["stacked"]
-        x, _ = jax.lax.scan(block, x, stacked)
-        return x @ params["lm_head"]["weight"].array.T
-
-    def numbers(params):
-        def of(path, leaf):
-            key = jax.tree_util.keystr(path)
-            if leaf.ndim < 3:
-                return None
-            if "o_proj" in key:
-                return MuonDimensionNumbers((-2, -1), -3)
-            is_projection = "self_attn" in key
-            return MuonDimensionNumbers(-1, (-3, -2) if is_projection else -2)
-
-        return jax.tree_util.tree_map_with_path(of, params)
-
-    return Model(params, apply, numbers)
-
-
-MODELS = {"Equinox": equinox, "Haiku": haiku, "named arrays": levanter}
+MODELS = {"Equinox": equinox, "Haiku": haiku}
 
 
 def losses(model, tx):

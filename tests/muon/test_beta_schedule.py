@@ -60,33 +60,6 @@ def _later(x, steps):
     return x + steps if is_count else x
 
 
-@pytest.mark.parametrize("mu_dtype", [None, "int8"])
-def test_a_constant_schedule_is_the_number(mu_dtype):
-    made = [
-        mc.muon(
-            0.1, beta=beta, mu_dtype=mu_dtype, orthogonalizer=mc.NewtonSchulz(steps=2)
-        )
-        for beta in (0.8, lambda count: 0.8)
-    ]
-    updates = []
-    for tx in made:
-        state = tx.init(PARAMS)
-        for _ in range(2):
-            update, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
-        updates.append(update["w"])
-    np.testing.assert_array_equal(*updates)
-
-
-def test_under_inject_hyperparams_as_of_any_schedule():
-    tx = optax.inject_hyperparams(mc.muon)(
-        0.1, beta=RISING, orthogonalizer=mc.NewtonSchulz(steps=2)
-    )
-    state = tx.init(PARAMS)
-    for _ in range(2):
-        _, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
-    np.testing.assert_allclose(state.hyperparams["beta"], 0.5 + 0.4 / 3, rtol=1e-6)
-
-
 @pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
 def test_a_run_goes_on_with_a_beta_of_the_other_kind(made, given):
     tx = mc.scale_by_muon(beta=made)
@@ -113,12 +86,3 @@ def test_out_of_range(value, clipped):
         _, after = update(PARAMS, state)
         expected = (1 + clipped) * PARAMS["w"]
         np.testing.assert_allclose(after.mu["w"], expected, rtol=1e-6)
-
-
-def test_state_for_abstract_params_counts_too():
-    abstract = jax.eval_shape(lambda: PARAMS)
-    state = jax.eval_shape(mc.muonclip(0.1, beta=RISING).init, abstract)
-    counts = [
-        x for x in jax.tree.leaves(state) if x.shape == () and x.dtype == jnp.int32
-    ]
-    assert counts

@@ -117,32 +117,6 @@ def test_every_pair_of_dtypes(strict, way, params, gradients, momentum):
     np.testing.assert_allclose(np.float64(updates["w"]), expected, atol=0.03)
 
 
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("injected", [False, True])
-def test_whole_updates_under_strict_promotion(strict, dtype, injected):
-    params = optax.tree.cast({"w": normal(0, 3, 4), "bias": normal(1, 3)}, dtype)
-    for factory in (mc.muon,) if injected else (mc.muon, mc.muonclip):
-        make = optax.inject_hyperparams(factory) if injected else factory
-        tx = make(
-            learning_rate=1e-2,
-            orthogonalizer=mc.NewtonSchulz((1.5, -0.5, 0.0), steps=1),
-        )
-        extra = {"attention_stats": {}} if factory is mc.muonclip else {}
-        updates, _ = tx.update(params, tx.init(params), params, **extra)
-        assert {x.dtype.name for x in jax.tree.leaves(updates)} == {dtype}
-
-
-@pytest.mark.parametrize(
-    "options, dtype",
-    one_at_a_time([{}, {"method": "gram"}, {"dtype": "bfloat16"}], SHORT),
-)
-def test_newton_schulz_under_strict_promotion(strict, dtype, options):
-    x = normal(0, 3, 5).astype(dtype)
-    y = mc.newton_schulz(x, **options)
-    expected = polynomial_of(np.float64(x), mc.NS_COEFFS["keller"])
-    np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
-
-
 def test_two_matrices_of_one_shape_without_jit():
     params = {"a": normal(0, 3, 4), "b": normal(1, 3, 4)}
     tx = mc.scale_by_muon()

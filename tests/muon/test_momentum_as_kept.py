@@ -25,13 +25,3 @@ def test_ahead_is_made_of_rounded_momentum(dtype):
     # Of momentum that was not rounded it would be something else.
     other = np.asarray((np.float32(0.95) * exact + step).astype(kept.dtype), np.float32)
     assert (np.float32(ahead) == other).mean() < 0.9
-
-
-@pytest.mark.parametrize(
-    ("platform", "word"),
-    [("tpu", "reduce_precision"), ("cuda", "optimization_barrier")],
-)
-def test_how_compilers_are_kept_from_leaving_it_out(platform, word):
-    x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
-    traced = jax.jit(lambda m, g: accumulate(0.95, m, g, True)).trace(x, x)
-    assert word in traced.lower(lowering_platforms=(platform,)).as_text()

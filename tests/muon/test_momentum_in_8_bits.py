@@ -6,11 +6,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
-from helpers import few, more, nnx_model, normal
+from helpers import few, more, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import eight_bits, matrix_view
@@ -267,16 +265,6 @@ def test_no_matrix_is_gathered_to_be_coded():
         assert size <= rank * max(view.shape), line
 
 
-def test_adams_momentum_stays_in_floats_and_options_meet():
-    params = {"up": {"kernel": normal(0, 32, 48), "bias": normal(1, 48)}}
-    tx = mc.muon(0.1, mu_dtype="int8", neuron_b2=0.9, cautious_weight_decay=True)
-    state = tx.init(params)
-    updates, state = jax.jit(tx.update)(params, state, params)
-    adam = optax.tree.get(state.inner_states["adamw"], "mu")
-    assert {x.dtype for x in jax.tree.leaves(adam)} == {np.dtype("float32")}
-    chex.assert_tree_all_finite(updates)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes_of_updates(dtype):
     params = {"w": 1e4 * normal(0, 32, 48).astype(dtype)}
@@ -288,15 +276,6 @@ def test_dtypes_of_updates(dtype):
         state = after
     assert updates["w"].dtype == dtype
     chex.assert_tree_all_finite(updates)
-
-
-def test_in_an_nnx_optimizer():
-    model = nnx_model()
-    optimizer = nnx.Optimizer(model, mc.muon(1e-2, mu_dtype="int8"), wrt=nnx.Param)
-    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-    optimizer.update(model, before)
-    after = nnx.state(model, nnx.Param)
-    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
 
 
 def test_refusals():

@@ -155,17 +155,6 @@ def test_leaves_without_a_matrix_are_named():
     assert (updates["up"]["bias"] == 1).all()
 
 
-def test_injected_hyperparameters():
-    tx = optax.inject_hyperparams(mc.normalize_neurons)(b2=0.9)
-    state = tx.init({"w": normal(0, 4, 8)})
-    after, _ = jax.jit(tx.update)({"w": normal(0, 4, 8)}, state)
-    alone = mc.normalize_neurons(0.9)
-    expected, _ = alone.update(
-        {"w": normal(0, 4, 8)}, alone.init({"w": normal(0, 4, 8)})
-    )
-    np.testing.assert_allclose(after["w"], expected["w"], rtol=1e-6)
-
-
 MESH_SHAPES = {"up": (8, 32), "down": (32, 8), "stack": (4, 8, 16), "query": (8, 4, 8)}
 LAYOUTS = {
     "inputs": {"up": P("a"), "down": P("a"), "stack": P(None, "a"), "query": P("a")},
@@ -228,27 +217,6 @@ def assert_vectors_only(text):
 
 @pytest.mark.more
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
-def test_muon_on_a_mesh(type_):
-    whole, cut, shardings = on_mesh("both", type_)
-    options = dict(neuron_b2=0.9, dimension_numbers=MESH_NUMBERS)
-    told, alone = mc.muon(0.1, shardings=shardings, **options), mc.muon(0.1, **options)
-    state, other = jax.jit(told.init)(cut), alone.init(whole)
-    for _ in range(2):
-        updates, state = jax.jit(told.update)(cut, state, cut)
-        expected, other = alone.update(whole, other, whole)
-    for name in whole:
-        np.testing.assert_allclose(updates[name], expected[name], atol=1e-5)
-    inner = optax.tree.get(state, "v")
-    assert inner.keys() == whole.keys()
-    for name, x in inner.items():
-        axes = [i for i, size in enumerate(x.shape) if size == 1]
-        spec = [*shardings[name].spec, *[None] * x.ndim][: x.ndim]
-        spec = P(*(None if i in axes else s for i, s in enumerate(spec)))
-        expected = NamedSharding(shardings[name].mesh, spec)
-        assert x.sharding.is_equivalent_to(expected, x.ndim)
-
-
-@pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_next_to_metadata_of_axes(type_):
     """Flax lays what is in a param's box as the param: `v` is in none."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(type_,))
@@ -290,15 +258,6 @@ def test_the_derivative_at_zero():
         return jnp.sum(tx.update(grads, state, params)[0]["w"] ** 2)
 
     assert jnp.isfinite(jax.grad(size)({"w": jnp.zeros((4, 6))})["w"]).all()
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_strict_promotion(dtype):
-    updates = {"w": normal(0, 4, 6).astype(dtype)}
-    tx = mc.normalize_neurons()
-    with jax.numpy_dtype_promotion("strict"):
-        after, _ = tx.update(updates, tx.init(updates))
-    assert after["w"].dtype == dtype
 
 
 @pytest.mark.parametrize("b2", [-0.1, 1.5, math.nan])

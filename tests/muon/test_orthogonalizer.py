@@ -224,18 +224,3 @@ def test_the_first_steps_of_a_schedule(steps):
     np.testing.assert_array_equal(
         mc.newton_schulz(x, "polar_express", steps=steps), mc.newton_schulz(x, first)
     )
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_without_a_c_there_is_no_square(method):
-    """Products of a program: two a step in the standard form, in place of three."""
-
-    def products(coeffs):
-        program = jax.jit(lambda x: mc.newton_schulz(x, coeffs, method=method))
-        lowered = program.trace(jnp.ones((8, 32))).lower(lowering_platforms=("tpu",))
-        return lowered.as_text().count("dot_general")
-
-    with_squares = tuple((a, b, c or 1e-3) for a, b, c in mc.NS_COEFFS["cubic5"])
-    assert products(with_squares) - products("cubic5") == 5
-    if method == "standard":
-        assert products("cubic5") == 10

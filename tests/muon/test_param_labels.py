@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import head_apart, more, normal
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -101,21 +100,3 @@ def test_only_the_head_changes(cautious):
     expected = updates_of(muon)
     expected["lm_head"]["kernel"] = head
     assert_close(actual, expected, rtol=1e-5)
-
-
-def test_nnx():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(24, 8, rngs=rngs)
-            self.up = nnx.Linear(8, 8, rngs=rngs)
-            self.head = nnx.Linear(8, 24, rngs=rngs)
-
-    model = Model(nnx.Rngs(0))
-    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-    tx = head_apart(mc.muon(**RATES, weight_decay=0.0), 0.0, 0.1)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, before))
-    after = nnx.state(model, nnx.Param)
-    assert_close(after["head"]["kernel"], before["head"]["kernel"])
-    moved = after["head"]["bias"][...] - before["head"]["bias"][...]
-    assert jnp.all(moved != 0)

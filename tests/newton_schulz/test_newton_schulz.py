@@ -214,3 +214,12 @@ def test_one_compilation_per_distinct_shape(caplog):
 def test_bad_input_is_refused(x, options, message):
     with pytest.raises(ValueError, match=message):
         mc.newton_schulz(x, **options)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (300, 700), (257, 1029)])
+@pytest.mark.parametrize("method", ["auto", "standard", "gram"])
+def test_blocks_of_hermitian_products_follow_the_polynomial(shape, method):
+    x = matrix_of(np.geomspace(1, 1e-2, min(shape)), *shape)
+    y = mc.newton_schulz(jnp.asarray(x, jnp.float32), method=method)
+    expected = polynomial_of(x, mc.NS_COEFFS["keller"])
+    assert np.linalg.norm(y - expected) < 2e-4 * np.linalg.norm(expected)

@@ -6,14 +6,11 @@ import re
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import more
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers import flat_layer, fused_layer
 
 import muonclip_jax as mc
 
@@ -139,93 +136,3 @@ def test_statistics_of_all_layers_in_one_collective():
     _, new_state = compiled(params, split)
     assert float(new_state.max_logit) == 403.0
     assert int(new_state.num_clipped) == 2 * LAYERS
-
-
-def test_under_jit_the_compiler_joins_the_statistics_of_all_layers():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    params = jax.device_put(model(), NamedSharding(mesh, P()))
-    x = jax.device_put(np.ones((8, 12, WIDTH), "f4"), NamedSharding(mesh, P("data")))
-    tx = mc.qk_clip()
-
-    @jax.jit
-    def update(params, x):
-        stats = {}
-        for name, layer in params.items():
-            query, key = (
-                jnp.einsum("bld,dhk->blhk", x, layer["attn"][role]["kernel"])
-                for role in ("query", "key")
-            )
-            stats[name] = {"attn": {"max_logits": mc.max_logits(query, key)}}
-            x = x + query.reshape(*x.shape[:2], -1)[..., :WIDTH]
-        return tx.update(params, tx.init(params), params, attention_stats=stats)
-
-    text = update.lower(params, x).compile().as_text()
-    # The maximum, and the sum that says whether a number is NaN.
-    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2
-
-
-KERNELS = {
-    "an axis of heads": (
-        {name: {"kernel": (8, 8, 4), "bias": (8, 4)} for name in ("query", "key")},
-        None,
-    ),
-    "flat": (
-        {name: {"kernel": (8, 32), "bias": (32,)} for name in ("query", "key")},
-        [flat_layer("a", 4, "query", "key", bias=True)],
-    ),
-    "fused": (
-        {"c_attn": {"kernel": (8, 96), "bias": (96,)}},
-        [fused_layer("a", 4, bias=True)],
-    ),
-    "turned": (
-        {name: {"weight": (32, 8)} for name in ("query_proj", "key_proj")},
-        [
-            mc.AttentionLayer(
-                "a",
-                *(
-                    (mc.HeadLeaf(f"{x}/weight", 2, -3, (-1, 4), split_axis=-2),)
-                    for x in ("query_proj", "key_proj")
-                ),
-            )
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("axis", [more(0), 1])
-@pytest.mark.parametrize("types", TYPES)
-def test_kernels_cut_along_any_axis(name, axis, types):
-    """With statistics cut over heads, or not: as on one device."""
-    shapes, attention = KERNELS[name]
-    generator = np.random.default_rng(0)
-    params = {
-        "a": jax.tree.map(
-            lambda shape: generator.normal(size=shape).astype(np.float32),
-            shapes,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-    }
-    stats = {"a": {"max_logits": np.arange(8, dtype=np.float32) * 50}}
-    tx = mc.qk_clip(attention=attention)
-    expected, _ = tx.update(params, tx.init(params), params, attention_stats=stats)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(TYPES[types],))
-    cut = P(*[None] * axis, "x")
-
-    def sharding(p):
-        fits = p.ndim > axis and p.shape[axis] % 8 == 0
-        return NamedSharding(mesh, cut if fits else P())
-
-    shardings = jax.tree.map(sharding, params)
-    placed = jax.device_put(params, shardings)
-    with jax.set_mesh(mesh):
-        state = tx.init(placed)
-        for heads in (P(), P("x")):
-            seen = jax.device_put(stats, NamedSharding(mesh, heads))
-            update = jax.jit(tx.update)
-            updates, _ = update(placed, state, placed, attention_stats=seen)
-            chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-            clipped = mc.clip_qk(placed, seen, attention=attention)
-            chex.assert_trees_all_close(
-                clipped, mc.clip_qk(params, stats, attention=attention), rtol=1e-6
-            )

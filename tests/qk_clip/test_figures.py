@@ -44,27 +44,6 @@ def test_a_head_at_the_threshold_is_not_counted():
     assert optax.tree.get(state, "num_clipped") == 2
 
 
-def test_torchtitan_split_with_alpha():
-    """Its case of S = [100, 400], tau = 200, alpha = 1/4: .5^.25 and .5^.75."""
-    ones = jnp.ones((3, 2, 2))
-    params = {
-        "attn": {
-            "query": {"kernel": ones},
-            "key": {"kernel": ones},
-            "value": {"kernel": ones},
-        }
-    }
-    stats = {"attn": {"max_logits": jnp.asarray([100.0, 400.0])}}
-    after = mc.clip_qk(params, stats, 200.0, alpha=0.25)["attn"]
-    np.testing.assert_allclose(
-        after["query"]["kernel"][0, :, 0], [1, 0.840896], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        after["key"]["kernel"][0, :, 0], [1, 0.594604], rtol=1e-5
-    )
-    np.testing.assert_array_equal(after["value"]["kernel"], 1)
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_non_finite_statistic_leaves_its_head_alone_and_is_counted(value):
     kernel = randomize(jnp.ones((4, 3, 2)))

@@ -98,44 +98,6 @@ def test_plain_multi_steps_sees_the_last_micro_batch_alone():
         mc.scalars(state, PARAMS)
 
 
-def test_equals_optax_where_nothing_is_clipped():
-    calm = stats([9.0, 9.0], [9.0, 9.0])
-    grads = randomize(PARAMS, 3)
-    ours, _ = run(mc.multi_steps(mc.muonclip(0.1), 2), [calm] * 4, grads)
-    theirs = optax.MultiSteps(mc.muonclip(0.1), 2).gradient_transformation()
-    expected, _ = run(theirs, [calm] * 4, grads)
-    chex.assert_trees_all_close(ours[-1], expected[-1], rtol=1e-6)
-
-
-def test_a_schedule_of_one_clips_at_every_step():
-    seen, _ = run(mc.multi_steps(mc.muonclip(0.0), 1), MICRO[:2])
-    once = mc.clip_qk(PARAMS, MICRO[0])
-    chex.assert_trees_all_close(seen[0], once, rtol=1e-6)
-    chex.assert_trees_all_close(seen[1], mc.clip_qk(once, MICRO[1]), rtol=1e-6)
-
-
-def test_a_rejected_micro_batch_does_not_count():
-    tx = mc.multi_steps(
-        mc.muonclip(0.0), 2, should_skip_update_fn=optax.skip_not_finite
-    )
-    state, params = tx.init(PARAMS), PARAMS
-    broken = jax.tree.map(lambda g: g * jnp.nan, jax.tree.map(jnp.ones_like, PARAMS))
-    update = jax.jit(tx.update)
-    for grads, each in ((broken, MICRO[0]), (ZEROS, MICRO[1]), (ZEROS, MICRO[2])):
-        updates, state = update(grads, state, params, attention_stats=each)
-        params = optax.apply_updates(params, updates)
-    chex.assert_trees_all_close(params, mc.clip_qk(PARAMS, MICRO[1]), rtol=1e-6)
-
-
-def test_a_step_that_apply_if_finite_rejects_clips_nothing():
-    tx = optax.apply_if_finite(mc.muonclip(0.1), 5)
-    state = tx.init(PARAMS)
-    broken = jax.tree.map(lambda g: g * jnp.nan, jax.tree.map(jnp.ones_like, PARAMS))
-    updates, state = tx.update(broken, state, PARAMS, attention_stats=COMBINED)
-    chex.assert_trees_all_equal(optax.apply_updates(PARAMS, updates), PARAMS)
-    assert mc.scalars(state, PARAMS)["num_clipped"] == 0
-
-
 def test_missing_statistics_of_any_micro_batch_are_an_error():
     tx = mc.multi_steps(mc.muonclip(0.0), 2)
     with pytest.raises(ValueError, match="needs attention_stats"):

@@ -162,32 +162,6 @@ def test_empty_statistics_suit_a_model_without_attention():
     assert "max_logit" not in mc.scalars(state, params)
 
 
-def test_hand_written_layer_with_heads_first():
-    wq = randomize(jnp.ones((2, 2, 8, 4)), 0)  # (stack, heads, features, head_dim)
-    wk = randomize(jnp.ones((2, 2, 8, 4)), 1)
-    params = {"dec": {"wq": wq, "wk": wk, "bq": wq[:, :, 0]}}
-    layer = mc.AttentionLayer(
-        "dec",
-        query=(mc.HeadLeaf("wq", ndim=3, axis=-3), mc.HeadLeaf("bq", ndim=2)),
-        key=(mc.HeadLeaf("wk", ndim=3, axis=-3),),
-    )
-    stats = {"dec": {"max_logits": jnp.asarray([[10.0, 400.0], [100.0, 1600.0]])}}
-    expected = np.asarray([[1, 0.5], [1, 0.25]])
-    for attention in ([layer], lambda params: [layer]):
-        after = mc.clip_qk(params, stats, attention=attention)["dec"]
-        np.testing.assert_allclose(
-            after["wq"] / wq,
-            np.broadcast_to(expected[..., None, None], wq.shape),
-            rtol=1e-6,
-        )
-        np.testing.assert_allclose(
-            after["wk"][:, :, 0, 0] / wk[:, :, 0, 0], expected, rtol=1e-6
-        )
-        np.testing.assert_allclose(
-            after["bq"][:, :, 0] / wq[:, :, 0, 0], expected, rtol=1e-6
-        )
-
-
 def test_clipping_again_with_the_new_logits_changes_nothing():
     params, measure = case_of("linen")
     tau = float(np.median(largest(measure(params))))

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from by_numbers import noted
 from jax.sharding import PartitionSpec as P
 from pieces_of_cases import (
     array,
@@ -27,9 +26,6 @@ from pieces_of_cases import (
     SAYS,
     scores,
     soft,
-    T,
-    TOKENS,
-    V,
     weights,
     X,
 )
@@ -44,20 +40,6 @@ def _layer(p, x, **where):
 
 
 STACK = weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(2, D, D), head=(D, C))
-
-
-@case("q k v o 1|2; head head", STACK, X, attention="read")
-def layers_in_a_scan(p, x):
-    layers = {n: p[n] for n in "qkvo"}
-    x = jax.lax.scan(lambda x, w: (_layer(w, x), None), x, layers)[0]
-    return x @ p["head"]
-
-
-@case("q k v o 1|2; head head", STACK, X, attention="read", plain=layers_in_a_scan)
-def layers_in_a_scan_of_remat(p, x):
-    layers = {n: p[n] for n in "qkvo"}
-    step = jax.checkpoint(lambda x, w: (_layer(w, x), None))
-    return jax.lax.scan(step, x, layers)[0] @ p["head"]
 
 
 def _of_unit_size(p, x):
@@ -128,14 +110,6 @@ def layers_in_a_list(p, x):
     return x @ p["head"]
 
 
-@case(SAYS, one(), X, attention="again")
-def one_layer_called_twice(p, x):
-    """The second call sees what the clip made of the first: it need not be exact."""
-    for _ in range(2):
-        x = _layer(p, x, layer="all", merge="largest")
-    return x @ p["head"]
-
-
 @case(
     "k v 0|1; first/? second/? 0|1; head head",
     {
@@ -157,24 +131,6 @@ def keys_and_values_of_two_layers(p, x):
 
 
 @case(
-    "k 0|1; first/? second/? 0|1; head head",
-    {
-        "k": array("k", D, D),
-        "head": array("head", D, C),
-        "first": weights(q=(D, D), v=(D, D), o=(D, D)),
-        "second": {n: array(n + "2", D, D) for n in "qvo"},
-    },
-    X,
-    attention="read",
-)
-def kernel_of_keys_of_two_layers(p, x):
-    for n in ("first", "second"):
-        q, k, v = cut(x @ p[n]["q"]), cut(x @ p["k"]), cut(x @ p[n]["v"])
-        x = rms(x + mixed(soft(scores(q, k), layer=n), v) @ p[n]["o"])
-    return x @ p["head"]
-
-
-@case(
     "frozen/? frozen; " + SAYS,
     {**one(), "frozen": {n: array("f" + n, D, D) for n in "qkvo"}},
     X,
@@ -188,25 +144,6 @@ def frozen_tower(p, x):
     return _layer(p, x) @ p["head"]
 
 
-@case(
-    "embed embedding; " + SAYS, one(embed=(V, D), head=None), TOKENS, attention="read"
-)
-def tied_embedding(p, tokens):
-    x = 4 * p["embed"][tokens]
-    return _layer(p, x) @ p["embed"].T
-
-
-@case(SAYS, one(), X, attention="read")
-def own_derivative_of_logits(p, x):
-    @jax.custom_jvp
-    def scaled(q, k):
-        return scores(q, k)
-
-    scaled.defjvp(lambda a, d: (scores(*a), scores(a[0], d[1]) + scores(d[0], a[1])))
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scaled(q, k)), v))
-
-
 @case(SAYS, one(), X, attention="said", plain=attended)
 def own_derivative_of_attention(p, x):
     def attend(q, k, v):
@@ -215,12 +152,6 @@ def own_derivative_of_attention(p, x):
     own = jax.custom_vjp(attend)
     own.defvjp(lambda *a: (attend(*a), a), lambda a, g: jax.vjp(attend, *a)[1](g))
     return end(p, x, own(*qkv(p, x)))
-
-
-@case(SAYS, one(), X, attention="read", plain=attended)
-def the_attention_of_jax(p, x):
-    y = jax.nn.dot_product_attention(*qkv(p, x))
-    return end(p, x, y.reshape(B, T, D))
 
 
 def _mesh(n, name="a"):
@@ -343,59 +274,10 @@ def _scanned(p, x, attend):
 # What looks like attention.
 
 
-@case(
-    "image text 0|1; scale vector",
-    weights(image=(D, 8), text=(D, 8)) | {"scale": gains(())},
-    array("i", 6, D),
-    array("j", 6, D),
-)
-def contrast_of_two_towers(p, image, text):
-    a, b = (
-        y / jnp.linalg.norm(y, axis=-1, keepdims=True)
-        for y in (image @ p["image"], text @ p["text"])
-    )
-    logits = jnp.exp(p["scale"]) * a @ b.T
-    at = jnp.arange(6)
-    rows, columns = (jax.nn.log_softmax(t)[at, at] for t in (logits, logits.T))
-    return -(rows + columns).mean()
-
-
-@case(
-    "image text 0|1",
-    weights(image=(D, 8), text=(D, 8)),
-    array("i", 6, D),
-    array("j", 6, D),
-)
-def contrast_by_probabilities(p, image, text):
-    w = jax.nn.softmax((image @ p["image"]) @ (text @ p["text"]).T)
-    return -jnp.log(jnp.diagonal(w)).mean()
-
-
 @case("up 0|1", weights(up=(D, 8)), array("i", 6, D), np.eye(6, dtype=np.float32))
 def contrast_with_soft_targets(p, x, targets):
     y = x @ p["up"]
     return -jnp.sum(targets * jax.nn.log_softmax(y @ y.T))
-
-
-@case("up 0|1~head", weights(up=(D, 8)), array("i", 6, D))
-def distances_of_pairs(p, x):
-    y = x @ p["up"]
-    d = jnp.sum((y[:, None] - y[None]) ** 2, -1)
-    return jnp.log1p(jnp.exp(-d)).sum()
-
-
-@case(
-    "up 0|1",
-    weights(up=(D, 8)),
-    array("i", 6, D),
-    array("v", 6, 3),
-    array("j", 4, D),
-    attention="said",
-    scaled="up",
-)
-def neighbors_of_the_arguments(p, memory, values, x):
-    """Matching networks: a softmax over examples, both sides by one kernel."""
-    return soft((x @ p["up"]) @ (memory @ p["up"]).T, heads=()) @ values
 
 
 @case(
@@ -409,21 +291,3 @@ def graph_attention(p, x):
     y = x @ p["w"]
     logits = (y @ p["a"])[:, :, None] + (y @ p["b"])[:, None]
     return jax.nn.gelu(jax.nn.softmax(jax.nn.leaky_relu(logits)) @ y) @ p["head"]
-
-
-@case(
-    "q k v 0|1; head head",
-    weights(q=(D, D), k=(D, D), v=(D, D), head=(D, C)),
-    X[0],
-    jnp.asarray([0, 1, 2, 3, 4, 0, 2]),
-    jnp.asarray([1, 2, 3, 4, 0, 0, 2]),
-    attention="said",
-)
-def attention_on_edges(p, x, source, target):
-    q, k, v = (cut(x @ p[n]) for n in "qkv")
-    logits = noted(jnp.sum(q[target] * k[source], -1), heads=-1)
-    top = jax.ops.segment_max(logits, target, T)
-    e = jnp.exp(logits - top[target])
-    w = e / jax.ops.segment_sum(e, target, T)[target]
-    y = jax.ops.segment_sum(w[..., None] * v[source], target, T)
-    return jax.nn.gelu(y.reshape(T, D)) @ p["head"]

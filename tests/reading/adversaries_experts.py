@@ -2,10 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from pieces_of_cases import (
-    array,
-    B,
     C,
     case,
     cut,
@@ -14,7 +11,6 @@ from pieces_of_cases import (
     mixed,
     scores,
     soft,
-    T,
     weights,
     X,
 )
@@ -39,47 +35,6 @@ def experts_gathered_for_each_token(p, x):
     return _moe(p, x, experts)
 
 
-@case(EXPERTS, MOE, X)
-def experts_gathered_by_the_largest(p, x):
-    def experts(p, x):
-        gate = jax.nn.softmax(x @ p["router"])
-        chosen = jnp.argmax(gate, -1)
-        y = jax.nn.silu(jnp.einsum("btd,btdf->btf", x, p["wi"][chosen]))
-        y = jnp.einsum("btf,btfd->btd", y, p["wo"][chosen])
-        return y * jnp.take_along_axis(gate, chosen[..., None], -1)
-
-    return _moe(p, x, experts)
-
-
-@case(
-    "inner 0|1; wi wo 1|2; head head",
-    {k: v for k, v in MOE.items() if k != "router"},
-    X,
-    jnp.asarray([1, 3]),
-)
-def experts_of_tasks_among_the_arguments(p, x, task):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,bdf->btf", x, p["wi"][task]))
-        return jnp.einsum("btf,bfd->btd", y, p["wo"][task])
-
-    return _moe(p, x, experts)
-
-
-@case(
-    "inner 0|1; wi wo 1|2; head head",
-    {k: v for k, v in MOE.items() if k != "router"},
-    X,
-    np.arange(B * T, dtype=np.int32).reshape(B, T) % 4,
-)
-def experts_by_a_hash_of_the_token(p, x, of):
-    def experts(p, x):
-        mask = jax.nn.one_hot(of, 4)
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], mask)
-
-    return _moe(p, x, experts)
-
-
 def _two_largest(p, x):
     weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
     return (jax.nn.one_hot(chosen, 4) * weight[..., None]).sum(-2)
@@ -91,16 +46,6 @@ def experts_weighed_before_the_down_product(p, x):
         y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
         y = y * _two_largest(p, x)[..., None]
         return jnp.einsum("btef,efd->btd", y, p["wo"])
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_weighed_after(p, x):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        y = jnp.einsum("btef,efd->bted", y, p["wo"])
-        return jnp.einsum("bted,bte->btd", y, _two_largest(p, x))
 
     return _moe(p, x, experts)
 
@@ -134,21 +79,6 @@ def experts_by_sorting(p, x):
 
 
 @case(EXPERTS, MOE, X)
-def experts_by_sorting_with_weights(p, x):
-    def experts(p, x):
-        flat = x.reshape(-1, D)
-        weight, chosen = jax.lax.top_k(jax.nn.softmax(flat @ p["router"]), 2)
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=4)
-        y = jax.lax.ragged_dot(flat[order // 2], p["wi"], sizes)
-        y = jax.lax.ragged_dot(jax.nn.silu(y), p["wo"], sizes)
-        y = y[jnp.argsort(order)].reshape(-1, 2, D)
-        return jnp.einsum("nkd,nk->nd", y, weight).reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
 def experts_that_choose_tokens(p, x):
     def experts(p, x):
         flat = x.reshape(-1, D)
@@ -157,20 +87,6 @@ def experts_that_choose_tokens(p, x):
         y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", flat[chosen], p["wi"]))
         y = jnp.einsum("ecf,efd->ecd", y, p["wo"]) * weight[..., None]
         return jnp.zeros_like(flat).at[chosen].add(y).reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS + "; bias vector", {**MOE, "bias": array("bias", 4)}, X)
-def experts_by_sigmoids_with_a_bias_for_balance(p, x):
-    def experts(p, x):
-        gate = jax.nn.sigmoid(x @ p["router"])
-        _, chosen = jax.lax.top_k(gate + p["bias"], 2)
-        weight = jnp.take_along_axis(gate, chosen, -1)
-        weight = weight / weight.sum(-1, keepdims=True)
-        mask = (jax.nn.one_hot(chosen, 4) * weight[..., None]).sum(-2)
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], mask)
 
     return _moe(p, x, experts)
 
@@ -186,7 +102,7 @@ def experts_by_a_branch(p, x):
     return (x + y) @ p["head"]
 
 
-@case(EXPERTS, MOE, X, taste=True)
+@case(EXPERTS, MOE, X)
 def experts_mixed_softly(p, x):
     def experts(p, x):
         gate = jax.nn.softmax(x @ p["router"])
@@ -194,22 +110,6 @@ def experts_mixed_softly(p, x):
         return jnp.einsum("btef,efd,bte->btd", y, p["wo"], gate)
 
     return _moe(p, x, experts)
-
-
-@case(
-    "inner slots wi wo any; head head",
-    weights(inner=(D, D), slots=(D, 4, 2), wi=(4, D, F), wo=(4, F, D), head=(D, C)),
-    X,
-    taste=True,
-)
-def experts_of_slots(p, x):
-    x = jax.nn.gelu(x @ p["inner"])
-    logits = jnp.einsum("btd,des->btes", x, p["slots"])
-    y = jnp.einsum("btes,btd->besd", jax.nn.softmax(logits, 1), x)
-    y = jax.nn.silu(jnp.einsum("besd,edf->besf", y, p["wi"]))
-    y = jnp.einsum("besf,efd->besd", y, p["wo"])
-    w = jax.nn.softmax(logits.reshape(B, T, 8)).reshape(logits.shape)
-    return (x + jnp.einsum("btes,besd->btd", w, y)) @ p["head"]
 
 
 @case(

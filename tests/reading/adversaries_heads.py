@@ -2,9 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from pieces_of_cases import (
-    attended,
     B,
     case,
     cut,
@@ -32,13 +30,6 @@ def talking_heads_before(p, x):
     return end(p, x, mixed(soft(logits), v))
 
 
-@case(SAYS + "; mix 0|1~1|0~vector", one(mix=(H, H)), X, attention="read")
-def talking_heads_after(p, x):
-    q, k, v = qkv(p, x)
-    w = jnp.einsum("bhqk,hg->bgqk", soft(scores(q, k)), p["mix"])
-    return end(p, x, mixed(w, v))
-
-
 @case("q o 0|1; k v 0|1; head head", one(k=(D, K), v=(D, K)), X, attention="read")
 def one_key_for_all(p, x):
     q, k, v = cut(x @ p["q"]), x @ p["k"], x @ p["v"]
@@ -48,13 +39,6 @@ def one_key_for_all(p, x):
 
 
 GROUPED = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
-
-
-@case(SAYS, GROUPED, X, attention="read")
-def groups_by_repeat(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-    k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
-    return end(p, x, mixed(soft(scores(q, k)), v))
 
 
 @case(SAYS, GROUPED, X, attention="read")
@@ -71,25 +55,6 @@ def groups_by_tile(p, x):
     q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
     k, v = jnp.tile(k, (1, 1, 2, 1)), jnp.tile(v, (1, 1, 2, 1))
     return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(SAYS, GROUPED, X, attention="read")
-def groups_by_vmap(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-
-    def group(q, k, v):
-        w = soft(jnp.einsum("bqrd,bkd->brqk", q, k) * 0.5, heads=(-5, -3))
-        return jnp.einsum("brqk,bkd->bqrd", w, v)
-
-    y = jax.vmap(group, (2, 2, 2), 2)(q.reshape(B, T, 2, 2, 4), k, v)
-    return end(p, x, y.reshape(B, T, 16))
-
-
-@case(SAYS, GROUPED, X, attention="read")
-def groups_by_taking(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-    of = np.array([0, 0, 1, 1])
-    return end(p, x, mixed(soft(scores(q, k[:, :, of])), v[:, :, of]))
 
 
 @case("qk v o 0|1; head head", one(q=None, k=None, qk=(D, D)), X, attention="read")
@@ -115,19 +80,6 @@ def tied_query_and_key_with_gains(p, x):
 def tied_key_and_value(p, x):
     q, k = cut(x @ p["q"]), cut(x @ p["kv"])
     return end(p, x, mixed(soft(scores(q, k)), k))
-
-
-@case(
-    "kv q o 0|1; k_up 0|12~2|1~12|0~1|2~2|01; v_up any; head head",
-    one(k=None, v=None, kv=(D, 6), k_up=(6, H, K), v_up=(6, H, K)),
-    X,
-    attention="read",
-)
-def latent_keys_and_values(p, x):
-    q, latent = cut(x @ p["q"]), x @ p["kv"]
-    k = jnp.einsum("btc,chk->bthk", latent, p["k_up"])
-    v = jnp.einsum("btc,chk->bthk", latent, p["v_up"])
-    return end(p, x, mixed(soft(scores(q, k)), v))
 
 
 @case(
@@ -167,13 +119,6 @@ def latent_absorbed_into_the_query(p, x):
     return end(p, x, y.reshape(B, T, D))
 
 
-@case(SAYS + "; gate 0|1", one(gate=(D, D)), X, attention="read")
-def gated(p, x):
-    q, k, v = qkv(p, x)
-    y = mixed(soft(scores(q, k)), v) * jax.nn.sigmoid(x @ p["gate"])
-    return end(p, x, y)
-
-
 @case(
     "q1 q2 k1 k2 v o 0|1; mix vector; head head",
     one(q=None, k=None, q1=(D, D), q2=(D, D), k1=(D, D), k2=(D, D), mix=(H,)),
@@ -187,24 +132,7 @@ def difference_of_two_softmaxes(p, x):
     return end(p, x, mixed(a - p["mix"][:, None, None] * b, v))
 
 
-@case(SAYS, one(q=(D, 2 * D), k=(D, 2 * D)), X, attention="read")
-def difference_of_halves_of_heads(p, x):
-    q, k, v = cut(x @ p["q"], 2 * H), cut(x @ p["k"], 2 * H), cut(x @ p["v"])
-    w = soft(scores(q, k)).reshape(B, H, 2, T, T)
-    return end(p, x, mixed(w[:, :, 0] - 0.3 * w[:, :, 1], v))
-
-
 # Loops of heads, and of everything else.
-
-
-@case(SAYS, one(), X, attention="said")
-def heads_in_a_python_loop(p, x):
-    q, k, v = qkv(p, x)
-    ys = []
-    for h in range(H):
-        logits = jnp.einsum("bqd,bkd->bqk", q[:, :, h], k[:, :, h]) * K**-0.5
-        ys.append(soft(logits, heads=(), layer="all", merge="heads") @ v[:, :, h])
-    return end(p, x, jnp.concatenate(ys, -1))
 
 
 @case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="said")
@@ -226,21 +154,6 @@ def _one_head(q, k, v):
     return w @ v
 
 
-@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="said")
-def heads_in_a_map(p, x):
-    q, k, v = cut(x @ p["q"] + p["q_bias"]), cut(x @ p["k"] + p["k_bias"]), x @ p["v"]
-    heads = tuple(jnp.moveaxis(t, 2, 0) for t in (q, k, cut(v)))
-    y = jax.lax.map(lambda t: _one_head(*t), heads)
-    return end(p, x, jnp.moveaxis(y, 0, 2).reshape(B, T, D))
-
-
-@case(SAYS, one(), X, attention="said")
-def heads_in_a_scan(p, x):
-    heads = tuple(jnp.moveaxis(t, 2, 0) for t in qkv(p, x))
-    y = jax.lax.scan(lambda c, t: (c, _one_head(*t)), 0, heads)[1]
-    return end(p, x, jnp.moveaxis(y, 0, 2).reshape(B, T, D))
-
-
 @case(SAYS, one(), X, attention="said")
 def heads_in_a_fori_loop(p, x):
     q, k, v = qkv(p, x)
@@ -257,20 +170,6 @@ def heads_in_a_fori_loop(p, x):
     "q k v 1|2~1|02; o 0|1; head head",
     one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
     X,
-    attention="said",
-)
-def heads_with_kernels_of_their_own_in_a_map(p, x):
-    y = jax.lax.map(
-        lambda t: _one_head(x @ t["q"], x @ t["k"], x @ t["v"]),
-        {n: p[n] for n in "qkv"},
-    )
-    return end(p, x, jnp.moveaxis(y, 0, 2).reshape(B, T, D))
-
-
-@case(
-    "q k v 1|2~1|02; o 0|1; head head",
-    one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
-    X,
     attention="read",
 )
 def heads_by_vmap(p, x):
@@ -280,32 +179,3 @@ def heads_by_vmap(p, x):
 
     y = jax.vmap(head, out_axes=2)(p["q"], p["k"], p["v"])
     return end(p, x, y.reshape(B, T, D))
-
-
-@case(SAYS, one(), X, attention="read")
-def examples_by_vmap(p, x):
-    def example(x):
-        q, k, v = (cut(x @ p[n]) for n in "qkv")
-        w = soft(jnp.einsum("qhd,khd->hqk", q, k) * K**-0.5)
-        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(T, D)
-        return end(p, x, y)
-
-    return jax.vmap(example)(x)
-
-
-@case(SAYS, one(), X, attention="read", plain=attended)
-def remat_in_jit(p, x):
-    @jax.jit
-    @jax.checkpoint
-    def layer(p, x):
-        q, k, v = qkv(p, x)
-        return mixed(soft(scores(q, k)), v)
-
-    return end(p, x, layer(p, x))
-
-
-@case(SAYS, one(), X, jnp.asarray(True), attention="read")
-def in_a_branch(p, x, flag):
-    q, k, v = qkv(p, x)
-    y = jax.lax.cond(flag, lambda: mixed(soft(scores(q, k)), v), lambda: 0 * x)
-    return end(p, x, y)

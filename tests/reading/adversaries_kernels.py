@@ -15,7 +15,6 @@ from pieces_of_cases import (
     gains,
     KEY,
     mixed,
-    rms,
     scores,
     soft,
     T,
@@ -35,11 +34,6 @@ def mlp(p, x, up, down=None):
     return (x + jax.nn.gelu(x @ up) @ down) @ p["head"]
 
 
-@case(SAYS, MLP, X, jnp.float32(0.7))
-def scale_among_the_arguments(p, x, scale):
-    return mlp(p, x, p["up"] * scale)
-
-
 @case(SAYS, MLP, X, gains(F))
 def scales_of_columns_among_the_arguments(p, x, scale):
     return mlp(p, x, p["up"] * scale)
@@ -50,28 +44,11 @@ def mask_among_the_arguments(p, x, mask):
     return mlp(p, x, jnp.where(mask > 0, p["up"], 0))
 
 
-@case(SAYS, MLP, X, MASK)
-def mask_multiplied(p, x, mask):
-    return mlp(p, x, p["up"] * mask)
-
-
 @case(SAYS, MLP, X, KEY)
 def dropped_connections(p, x, key):
     key = jax.random.wrap_key_data(key)
     keep = jax.random.bernoulli(key, 0.7, (D, F))
     return mlp(p, x, jnp.where(keep, p["up"] / 0.7, 0))
-
-
-@case(SAYS, MLP, X, KEY)
-def noise_added(p, x, key):
-    key = jax.random.wrap_key_data(key)
-    return mlp(p, x, p["up"] + 0.1 * jax.random.normal(key, (D, F)))
-
-
-@case(SAYS, MLP, X, KEY)
-def noise_multiplied(p, x, key):
-    key = jax.random.wrap_key_data(key)
-    return mlp(p, x, p["up"] * (1 + 0.1 * jax.random.normal(key, (D, F))))
 
 
 @case(SAYS + "; up_spread 0|1~vector", {**MLP, "up_spread": array("s", D, F)}, X, KEY)
@@ -81,19 +58,9 @@ def variational_weights(p, x, key):
     return mlp(p, x, p["up"] + jax.nn.softplus(p["up_spread"] - 3) * noise)
 
 
-@case(SAYS, MLP, X, array("average", D, F))
-def average_among_the_arguments(p, x, average):
-    return mlp(p, x, 0.9 * average + 0.1 * p["up"])
-
-
 @case(SAYS, MLP, X, {"up": array("t", D, F), "down": array("u", F, D)})
 def averages_of_all_as_a_teacher(p, x, teacher):
     return mlp(p, x, p["up"]), mlp({**p, **teacher}, x, teacher["up"])
-
-
-@case(SAYS, MLP, X, array("base", D, F))
-def task_vector_on_a_frozen_kernel(p, x, base):
-    return mlp(p, x, base + p["up"])
 
 
 @case(SAYS, MLP, X, gains(()), gains(()))
@@ -104,15 +71,6 @@ def eight_bits_with_scales_among_the_arguments(p, x, of_input, of_kernel):
 
     up = rounded(p["up"], of_kernel)
     return (x + jax.nn.gelu(rounded(x, of_input) @ up) @ p["down"]) @ p["head"]
-
-
-@case(SAYS, MLP, X)
-def rounded_straight_through(p, x):
-    def rounded(w):
-        step = jnp.abs(w).max() / 7
-        return w + jax.lax.stop_gradient(jnp.round(w / step) * step - w)
-
-    return mlp(p, x, rounded(p["up"]), rounded(p["down"]))
 
 
 @case(SAYS, MLP, X)
@@ -153,33 +111,15 @@ def spectral_norm_by_vectors_among_the_arguments(p, x, u, w):
     return mlp(p, x, p["up"] / jnp.einsum("d,df,f->", u, p["up"], w))
 
 
-@case(SAYS, MLP, X, array("u", D))
-def spectral_norm_by_a_step(p, x, u):
-    w = unit(u @ p["up"])
-    u = jax.lax.stop_gradient(unit(p["up"] @ w))
-    return mlp(p, x, p["up"] / jnp.einsum("d,df,f->", u, p["up"], w))
-
-
 @case(SAYS + "; gain vector", {**MLP, "gain": gains(F)}, X)
 def weight_norm(p, x):
     up = p["up"] / jnp.linalg.norm(p["up"], axis=0, keepdims=True)
     return mlp(p, x, up * p["gain"])
 
 
-@case(SAYS + "; gain vector", {**MLP, "gain": gains(F)}, X)
-def weight_standardization(p, x):
-    w = p["up"] - p["up"].mean(0)
-    return mlp(p, x, w / (w.std(0) + 1e-5) * p["gain"])
-
-
 @case(SAYS, MLP, X)
 def rows_of_length_one(p, x):
     return mlp(p, x, unit(p["up"]), unit(p["down"]))
-
-
-@case(SAYS, MLP, X)
-def forced_weights_of_an_equalized_rate(p, x):
-    return mlp(p, x, p["up"] * np.sqrt(2 / D), p["down"] * np.sqrt(2 / F))
 
 
 @case(SAYS + "; a b 0|1", {**MLP, **weights(a=(D, 2), b=(2, F))}, X)
@@ -220,35 +160,6 @@ def adapters_alone_on_a_kernel_of_the_arguments(p, x, base):
     return (x + jax.nn.gelu(x @ (base + p["a"] @ p["b"]))) @ p["head"]
 
 
-@case(
-    "left right 0|1~vector; head head",
-    weights(left=(3, 3), right=(4, 4), head=(D, C)),
-    X,
-    taste=True,
-)
-def kronecker_product(p, x):
-    return jax.nn.gelu(x @ jnp.kron(p["left"], p["right"])) @ p["head"]
-
-
-@case("up down 0|1; gain vector; head head", {**MLP, "gain": gains(D)}, X)
-def gain_folded_into_the_kernel(p, x):
-    return mlp(p, rms(x), p["gain"][:, None] * p["up"])
-
-
-@case(SAYS, MLP, X)
-def transposed_kernels(p, x):
-    up = p["up"].T
-    return (x + jnp.einsum("fd,btd->btf", up, x) @ p["down"]) @ p["head"]
-
-
-@case("up 1|0; down 1|0; head head", weights(up=(F, D), down=(D, F), head=(C, D)), X)
-def kernels_of_outputs_first(p, x):
-    y = jax.nn.gelu(x @ p["up"].T)
-    return (x + jax.lax.dot_general(y, p["down"], (((2,), (1,)), ((), ())))) @ p[
-        "head"
-    ].T
-
-
 @case(SAYS, MLP, X)
 def kernels_cast_and_back(p, x):
     low = p["up"].astype(jnp.bfloat16)
@@ -263,28 +174,6 @@ def kernels_cast_and_back(p, x):
 def block_diagonal(p, x):
     y = jnp.einsum("btnd,ndf->btnf", x.reshape(B, T, 3, 4), p["blocks"])
     return (x + jax.nn.gelu(y.reshape(B, T, 24)) @ p["down"]) @ p["head"]
-
-
-@case(
-    "gate_up down 0|1; head head",
-    weights(gate_up=(D, 2 * F), down=(F, D), head=(D, C)),
-    X,
-)
-def gate_and_up_in_one(p, x):
-    gate, up = jnp.split(x @ p["gate_up"], 2, -1)
-    return (x + (jax.nn.silu(gate) * up) @ p["down"]) @ p["head"]
-
-
-@case(
-    "up 1|2; down 1|2; head head", weights(up=(3, D, F), down=(3, F, D), head=(D, C)), X
-)
-def layers_by_a_dynamic_index(p, x):
-    def layer(i, x):
-        up = jax.lax.dynamic_index_in_dim(p["up"], i, keepdims=False)
-        down = jax.lax.dynamic_index_in_dim(p["down"], i, keepdims=False)
-        return x + jax.nn.gelu(x @ up) @ down
-
-    return jax.lax.fori_loop(0, 3, layer, x) @ p["head"]
 
 
 @case(
@@ -321,11 +210,6 @@ QKV = weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D), head=(D, C))
 READ = "q k v o 0|1; head head"
 
 
-@case(READ, QKV, X, gains(()), attention="read")
-def query_with_a_scale_of_the_arguments(p, x, scale):
-    return _attended(p, x, p["q"] * scale, p["k"])
-
-
 @case(READ, QKV, X, array("base", D, D), attention="read")
 def query_with_a_kernel_of_the_arguments_added(p, x, base):
     return _attended(p, x, p["q"] + base, p["k"])
@@ -340,11 +224,6 @@ def both_with_kernels_of_the_arguments_added(p, x, b, c):
 def query_divided_by_its_spectral_norm(p, x, u, w):
     norm = jnp.abs(jnp.einsum("d,de,e->", u, p["q"], w))
     return _attended(p, x, 3 * p["q"] / norm, p["k"])
-
-
-@case(READ, QKV, X, attention="read")
-def query_of_columns_of_length_one(p, x):
-    return _attended(p, x, p["q"] / jnp.linalg.norm(p["q"], axis=0), p["k"])
 
 
 @case(READ, QKV, X, attention="said")
@@ -378,12 +257,3 @@ def query_with_an_adapter(p, x):
 def adapters_of_frozen_query_and_key(p, x):
     q, k = (jax.lax.stop_gradient(p[n]) + p[n + "_a"] @ p[n + "_b"] for n in "qk")
     return _attended(p, x, q, k)
-
-
-@case(READ, QKV, X, attention="read")
-def query_rounded_straight_through(p, x):
-    def rounded(w):
-        step = jax.lax.stop_gradient(jnp.abs(w).max()) / 7
-        return w + jax.lax.stop_gradient(jnp.round(w / step) * step - w)
-
-    return _attended(p, x, rounded(p["q"]), p["k"])

@@ -14,7 +14,6 @@ from pieces_of_cases import (
     end,
     H,
     K,
-    MEMORY,
     mixed,
     one,
     qkv,
@@ -70,39 +69,6 @@ def latents_are_projected_without_a_batch(p, x):
 
 
 @case(
-    "latents vector~embedding; q k v o 0|1; head head",
-    one(latents=(2, D)),
-    X,
-    attention="read",
-)
-def latents_are_projected_under_vmap(p, x):
-    def example(x):
-        q, k, v = cut(p["latents"] @ p["q"]), cut(x @ p["k"]), cut(x @ p["v"])
-        w = soft(jnp.einsum("qhd,khd->hqk", q, k))
-        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(2, D)
-        return jax.nn.gelu(y @ p["o"]) @ p["head"]
-
-    return jax.vmap(example)(x)
-
-
-@case(
-    "latents vector~embedding; k v o 0|1; head head",
-    one(q=None, latents=(2, D)),
-    X,
-    attention="said",
-    scaled="latents",
-)
-def latents_are_the_queries_under_vmap(p, x):
-    def example(x):
-        k, v = cut(x @ p["k"]), cut(x @ p["v"])
-        w = soft(jnp.einsum("qhd,khd->hqk", cut(p["latents"]), k))
-        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(2, D)
-        return jax.nn.gelu(y @ p["o"]) @ p["head"]
-
-    return jax.vmap(example)(x)
-
-
-@case(
     "query vector~embedding; v o 0|1; head head",
     one(q=None, k=None, query=(D,)),
     X,
@@ -116,19 +82,6 @@ def pooled_by_one_learned_vector(p, x):
 
 
 @case(
-    "score any; v o 0|1; head head",
-    one(q=None, k=None, score=(D, 1)),
-    X,
-    attention="maybe",
-)
-def pooled_by_scores_of_a_layer(p, x):
-    """No product of two activations: one kernel of one output."""
-    w = jax.nn.softmax(x @ p["score"], 1)
-    y = jnp.sum(w * (x @ p["v"]), 1)
-    return jax.nn.gelu(y @ p["o"]) @ p["head"]
-
-
-@case(
     "a b score any; v o 0|1; head head",
     one(q=None, k=None, a=(D, D), b=(D, D), score=(D, 1)),
     X,
@@ -138,25 +91,6 @@ def pooled_by_a_gated_score(p, x):
     y = jnp.tanh(x @ p["a"]) * jax.nn.sigmoid(x @ p["b"])
     w = jax.nn.softmax(y @ p["score"], 1)
     return jax.nn.gelu(jnp.sum(w * (x @ p["v"]), 1) @ p["o"]) @ p["head"]
-
-
-@case("token vector~embedding; " + SAYS, one(token=(1, D)), X, attention="read")
-def class_token(p, x):
-    x = jnp.concatenate([jnp.broadcast_to(p["token"], (B, 1, D)), x], 1)
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(q, k)), v))[:, 0]
-
-
-@case("registers vector~embedding; " + SAYS, one(registers=(2, D)), X, attention="read")
-def registers_under_vmap(p, x):
-    def example(x):
-        x = jnp.concatenate([x, p["registers"]])
-        q, k, v = (cut(x @ p[n]) for n in "qkv")
-        w = soft(jnp.einsum("qhd,khd->hqk", q, k))
-        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(T + 2, D)
-        return end(p, x, y)[:T]
-
-    return jax.vmap(example)(x)
 
 
 @case(
@@ -176,22 +110,6 @@ def learned_prefix_of_keys_and_values(p, x):
 
 
 @case(
-    "zero_k zero_v vector; " + SAYS,
-    one(zero_k=(H, K), zero_v=(H, K)),
-    X,
-    attention="said",
-    scaled="zero_k",
-)
-def learned_null_key(p, x):
-    q, k, v = qkv(p, x)
-    k, v = (
-        jnp.concatenate([jnp.broadcast_to(a, (B, 1, H, K)), y], 1)
-        for a, y in ((6 * p["zero_k"], k), (p["zero_v"], v))
-    )
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(
     "q o any; keys values any; head head",
     one(k=None, v=None, keys=(9, D), values=(9, D)),
     X,
@@ -201,19 +119,6 @@ def memory_of_parameters(p, x):
     """Keys and values are parameters: a layer with a softmax, no product of two."""
     w = jax.nn.softmax((x @ p["q"]) @ p["keys"].T)
     return end(p, x, w @ p["values"])
-
-
-@case(
-    "q o any; patterns any; head head",
-    one(k=None, v=None, patterns=(9, D)),
-    X,
-    attention="maybe",
-)
-def hopfield_of_stored_patterns(p, x):
-    state = x @ p["q"]
-    for _ in range(2):
-        state = jax.nn.softmax(2 * state @ p["patterns"].T) @ p["patterns"]
-    return end(p, x, state)
 
 
 @case(
@@ -234,20 +139,6 @@ def object_queries(p, x):
 # Other shapes of attention.
 
 
-@case(SAYS, one(), X, MEMORY, attention="read")
-def cross(p, x, memory):
-    q, k, v = qkv(p, x, memory)
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(SAYS, one(), array("grid", B, 3, 4, D), attention="read")
-def axial(p, x):
-    q, k, v = qkv(p, x)
-    w = soft(jnp.einsum("brqhd,brkhd->brhqk", q, k) * 0.5)
-    y = jnp.einsum("brhqk,brkhd->brqhd", w, v)
-    return end(p, x, y.reshape(x.shape))
-
-
 @case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
 def windows_apart(p, x):
     q, k, v = (t.reshape(B, 2, 4, H, K) for t in qkv(p, x))
@@ -266,24 +157,9 @@ def windows_that_overlap(p, x):
 
 
 @case(SAYS, one(), X, attention="read")
-def channels_attend_to_channels(p, x):
-    q, k, v = qkv(p, x)
-    w = soft(jnp.einsum("bthd,bthe->bhde", q, k))
-    y = jnp.einsum("bhde,bthe->bthd", w, v)
-    return end(p, x, y.reshape(x.shape))
-
-
-@case(SAYS, one(), X, attention="read")
 def one_head_without_an_axis(p, x):
     q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
     return end(p, x, soft(q @ k.mT * D**-0.5, heads=()) @ v)
-
-
-@case(SAYS, one(), X[0], attention="read")
-def one_example(p, x):
-    q, k, v = (cut(x @ p[n]) for n in "qkv")
-    w = soft(jnp.einsum("qhd,khd->hqk", q, k))
-    return end(p, x, jnp.einsum("hqk,khd->qhd", w, v).reshape(T, D))
 
 
 @case(SAYS, one(), X, attention="read")
@@ -303,27 +179,6 @@ def logits_of_keys_first(p, x):
     return end(p, x, jnp.einsum("kqbh,bkhd->bqhd", w, v).reshape(B, T, D))
 
 
-@case(SAYS, one(), X, attention="read")
-def products_by_broadcasting(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.sum(q[:, :, None] * k[:, None] * 0.5, -1)
-    w = jax.nn.softmax(noted(logits, heads=-1), axis=2)
-    y = jnp.sum(w[..., None] * v[:, None], 2)
-    return end(p, x, y.reshape(B, T, D))
-
-
-@case(
-    "q k v 0|12; o 01|2; head head",
-    one(q=(D, H, K), k=(D, H, K), v=(D, H, K), o=(H, K, D)),
-    X,
-    attention="read",
-)
-def kernels_with_heads(p, x):
-    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
-    y = jnp.einsum("bhqk,bkhd->bqhd", soft(scores(q, k)), v)
-    return jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"])) @ p["head"]
-
-
 @case(
     "q k v 1|02; o 0|1; head head",
     one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
@@ -336,60 +191,13 @@ def kernels_of_heads_first(p, x):
     return end(p, x, (w @ v).swapaxes(1, 2).reshape(B, T, D))
 
 
-@case(
-    "q k v 2|01; o 0|1; head head",
-    one(q=(H, K, D), k=(H, K, D), v=(H, K, D)),
-    X,
-    attention="read",
-)
-def kernels_of_features_last(p, x):
-    q, k, v = (jnp.einsum("btd,hkd->bthk", x, p[n]) for n in "qkv")
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
 FUSED = one(q=None, k=None, v=None, qkv=(D, 3 * D))
 FUSED_SAYS = "qkv o 0|1; head head"
 
 
 @case(FUSED_SAYS, FUSED, X, attention="read")
-def fused_by_thirds(p, x):
-    q, k, v = map(cut, jnp.split(x @ p["qkv"], 3, -1))
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(FUSED_SAYS, FUSED, X, attention="read")
-def fused_by_heads(p, x):
-    q, k, v = jnp.split(cut(x @ p["qkv"]), 3, -1)
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(FUSED_SAYS, FUSED, X, attention="read")
 def fused_by_columns(p, x):
     q, k, v = jnp.moveaxis((x @ p["qkv"]).reshape(B, T, H, K, 3), -1, 0)
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(
-    "qkv o 0|1; head head",
-    one(q=None, k=None, v=None, qkv=(D, 32), o=(16, D)),
-    X,
-    attention="read",
-)
-def fused_by_groups(p, x):
-    y = (x @ p["qkv"]).reshape(B, T, 2, 4, 4)  # two queries, a key and a value each
-    q = y[:, :, :, :2].reshape(B, T, 4, 4)
-    k, v = (jnp.repeat(y[:, :, :, i], 2, 2) for i in (2, 3))
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(
-    "qkv o 0|1; qkv_bias vector; head head",
-    {**FUSED, "qkv_bias": array("b", 3 * D)},
-    X,
-    attention="read",
-)
-def fused_with_a_bias(p, x):
-    q, k, v = map(cut, jnp.split(x @ p["qkv"] + p["qkv_bias"], 3, -1))
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
@@ -441,3 +249,105 @@ def windows_on_query_and_key(p, x):
 
     q, k = (cut(conv(x @ p[n], p[n + "_window"])) for n in "qk")
     return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+
+
+# Heads in other places of their leaves.
+
+
+FOUR = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
+
+
+@case("q 2|01; k v o 0|1; head head", one(q=(4, 6, D), k=(D, 24)), X, attention="read")
+def heads_that_are_tiles_of_two_axes(p, x):
+    y = jnp.einsum("btd,mnd->btmn", x, p["q"]).reshape(B, T, 2, 2, 2, 3)
+    q = y.transpose(0, 1, 4, 2, 3, 5).reshape(B, T, 4, 6)
+    w = soft(scores(q, cut(x @ p["k"], 4)))
+    return end(p, x, mixed(w, (x @ p["v"]).reshape(B, T, 4, 3)))
+
+
+@case(SAYS, FOUR, X, attention="read")
+def heads_backwards_and_keys_in_turn(p, x):
+    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
+    k, v = (jnp.tile(y, (1, 1, 2, 1)) for y in (k, v))
+    return end(p, x, mixed(soft(scores(q[:, :, ::-1], k)), v))
+
+
+@case(SAYS, FOUR, X, attention="read")
+def heads_by_their_place_in_a_group(p, x):
+    q = (x @ p["q"]).reshape(B, T, 2, 2, 4).swapaxes(2, 3).reshape(B, T, 4, 4)
+    k, v = (jnp.repeat(cut(x @ p[n], 2), 2, 2) for n in "kv")
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "q* k v o 0|1; head head",
+    one(q=None, q1=(D, 8), q2=(D, 8), k=(D, 16), v=(D, 16), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_two_kernels_in_a_row(p, x):
+    q = jnp.concatenate([cut(x @ p["q1"], 2), cut(x @ p["q2"], 2)], 2)
+    k = cut(x @ p["k"], 4)
+    k = jnp.concatenate([k[:, :, 2:], k[:, :, :2]], 2)
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"], 4)))
+
+
+@case(
+    "qkv o 0|1; qkv_bias vector; head head",
+    one(q=None, k=None, v=None, qkv=(D, 32), qkv_bias=(32,), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_queries_then_of_keys(p, x):
+    """Phi-3's."""
+    y = cut(x @ p["qkv"] + p["qkv_bias"], 8)
+    k, v = (jnp.repeat(y[:, :, i : i + 2], 2, 2) for i in (4, 6))
+    return end(p, x, mixed(soft(scores(y[:, :, :4], k)), v))
+
+
+@case(
+    "qkv any; o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(D, 8, K), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_queries_then_of_keys_on_an_axis(p, x):
+    y = jnp.einsum("btd,dhk->bthk", x, p["qkv"])
+    q, k, v = jnp.split(y, [4, 6], axis=2)
+    k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case("qk v o 0|1; head head", one(q=None, k=None, qk=(D, 42)), X, attention="read")
+def first_and_last_entries_of_a_head_are_its_query(p, x):
+    y = cut(x @ p["qk"])
+    q = jnp.concatenate([y[..., :2], y[..., 10:]], -1)
+    return end(p, x, mixed(soft(scores(q, y[..., 2:8])), cut(x @ p["v"])))
+
+
+@case(
+    "qkv any; o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(D, 3, H, 2 * K)),
+    X,
+    attention="read",
+)
+def query_and_key_in_corners_of_one_array(p, x):
+    y = jnp.einsum("btd,dahk->btahk", x, p["qkv"])
+    w = soft(scores(y[:, :, 0, :, :K], y[:, :, 2, :, K:]))
+    return end(p, x, mixed(w, y[:, :, 1, :, :K]))
+
+
+@case("q* k* v o 0|1; head head", one(q2=(D, D), k2=(D, D)), X, attention="read")
+def two_streams_that_meet_in_the_logits(p, x):
+    """Image and text have kernels of their own."""
+    q, k = (
+        cut(jnp.concatenate([x[:, :2] @ p[n], x[:, 2:] @ p[n + "2"]], 1)) for n in "qk"
+    )
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+
+
+@case(SAYS, one(), X, attention="read")
+def features_padded_with_zeros(p, x):
+    q, k, v = qkv(p, x)
+    q, k = (jnp.pad(y, ((0, 0),) * 3 + ((0, 2),)) for y in (q, k))
+    return end(p, x, mixed(soft(scores(q, k)), v))

@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from by_numbers import noted
 from pieces_of_cases import (
-    array,
     B,
     case,
     CAUSAL,
@@ -24,26 +22,11 @@ from pieces_of_cases import (
     scores,
     soft,
     T,
-    turned,
     X,
 )
 
 
 GAINS = {"q_gain": gains(K, "q_gain"), "k_gain": gains(K, "k_gain")}
-
-
-@case(SAYS + "; *_gain vector", one(**GAINS), X, attention="jointly")
-def normalized_with_gains(p, x):
-    q, k, v = qkv(p, x)
-    q, k = rms(q, p["q_gain"]), rms(k, p["k_gain"])
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(SAYS + "; *_gain vector", one(**GAINS), X, attention="said")
-def normalized_with_gains_plus_one(p, x):
-    q, k, v = qkv(p, x)
-    q, k = rms(q, 1 + p["q_gain"]), rms(k, 1 + p["k_gain"])
-    return end(p, x, mixed(soft(scores(q, k)), v))
 
 
 @case(
@@ -81,12 +64,6 @@ def layer_norm_with_gains_and_shifts(p, x):
 
 
 @case(SAYS, one(), X, attention="said")
-def normalized_without_gains(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(3 * scores(rms(q), rms(k))), v))
-
-
-@case(SAYS, one(), X, attention="said")
 def clamped(p, x):
     q, k, v = (cut(jnp.clip(x @ p[n], -0.8, 0.8)) for n in "qkv")
     return end(p, x, mixed(soft(scores(q, k)), v))
@@ -116,27 +93,7 @@ def flat_biases(p, x):
     return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
 
 
-@case(
-    SAYS + "; *_bias vector",
-    one(q_bias=(H, K), r_bias=(H, K)),
-    X,
-    attention="said",
-    scaled="r_bias",
-)
-def two_biases_of_queries(p, x):
-    """Transformer-XL, without its positions."""
-    q, k, v = qkv(p, x)
-    logits = scores(q + p["q_bias"], k) + scores(q + p["r_bias"], 0.3 * k)
-    return end(p, x, mixed(soft(logits), v))
-
-
 # Positions.
-
-
-@case(SAYS, one(), X, attention="read")
-def rotary_by_halves(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(turned(q), turned(k))), v))
 
 
 @case(SAYS, one(), X, attention="read")
@@ -161,45 +118,6 @@ def rotary_complex(p, x):
 
     q, k, v = qkv(p, x)
     return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def rotary_of_a_part(p, x):
-    def turn(y):
-        angle = jnp.arange(T)[:, None, None] / jnp.ones(1)
-        a, b, rest = y[..., :1], y[..., 1:2], y[..., 2:]
-        s, c = jnp.sin(angle), jnp.cos(angle)
-        return jnp.concatenate([a * c - b * s, a * s + b * c, rest], -1)
-
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
-
-
-@case(
-    SAYS + "; table vector~embedding",
-    one(table=(2 * T - 1, H)),
-    X,
-    attention="read",
-    scaled="table",
-)
-def learned_bias_by_distance(p, x):
-    q, k, v = qkv(p, x)
-    bias = jnp.moveaxis(p["table"][DISTANCE], -1, 0)
-    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + bias), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def slopes_by_head(p, x):
-    """ALiBi: a fixed bias is added to the logits."""
-    q, k, v = qkv(p, x)
-    slopes = 0.1 ** np.arange(1, H + 1)[:, None, None] * -np.abs(DISTANCE - T + 1)
-    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + slopes), v))
-
-
-@case(SAYS, one(), X, array("pairs", H, T, T), attention="read")
-def bias_of_pairs_among_the_arguments(p, x, pairs):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + 0.3 * pairs), v))
 
 
 @case(
@@ -252,17 +170,3 @@ def transformer_xl(p, x):
     at = jnp.broadcast_to(DISTANCE, (B, H, T, T))
     logits = (content + jnp.take_along_axis(place, at, -1)) * K**-0.5
     return end(p, x, mixed(soft(logits), v))
-
-
-@case(SAYS + "; table vector~embedding", one(table=(T, D)), X, attention="read")
-def positions_added_to_the_input(p, x):
-    x = x + p["table"]
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(SAYS + "; table vector~embedding", one(table=(T, D)), X, attention="read")
-def positions_added_to_query_and_key_alone(p, x):
-    y = x + p["table"]
-    q, k, v = cut(y @ p["q"]), cut(y @ p["k"]), cut(x @ p["v"])
-    return end(p, x, mixed(soft(scores(q, k)), v))

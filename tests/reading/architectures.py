@@ -1,4 +1,4 @@
-"""Architectures of 2026 as tests: of pictures, pairs and streams; a list of all."""
+"""Architectures of 2026 as tests: of pictures, streams and pairs; a list of all."""
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from written_out import (
     T,
     TABLE,
     TOKENS,
-    unit,
-    V,
     vector,
     weight,
 )
@@ -131,68 +129,6 @@ DIT = Architecture(
 )
 
 
-# ConvNeXt (arXiv:2201.03545), names of facebookresearch/ConvNeXt.
-
-
-def _convnext_block(n: int):
-    return {
-        "dwconv": {"weight": vector(n, 1, 7, 7), "bias": vector(n)},
-        "norm": gain_and_shift(n),
-        "pwconv1": linear_leaves(4 * n, n, bias=True),
-        "pwconv2": linear_leaves(n, 4 * n, bias=True),
-        "gamma": vector(n),
-    }
-
-
-def _strided(outputs: int, inputs: int, side: int):
-    kernel = matrix(outputs, inputs, side, side, inputs=(1, 2, 3), outputs=0)
-    return {"weight": kernel, "bias": vector(outputs)}
-
-
-def _convnext(p, images, seen):
-    x = jnp.moveaxis(images, 1, -1)
-    for i, stage in p["stages"].items():
-        if i == "0":
-            conv, norm = (p["downsample_layers"][i][j] for j in "01")
-            x = patches(conv["weight"], jnp.moveaxis(x, -1, 1), 2) + conv["bias"]
-            x = layer_norm(norm, x)
-        else:
-            norm, conv = (p["downsample_layers"][i][j] for j in "01")
-            x = jnp.moveaxis(layer_norm(norm, x), -1, 1)
-            x = patches(conv["weight"], x, 2) + conv["bias"]
-        for block in stage.values():
-            h = jax.lax.conv_general_dilated(
-                x,
-                block["dwconv"]["weight"],
-                (1, 1),
-                "SAME",
-                dimension_numbers=("NHWC", "OIHW", "NHWC"),
-                feature_group_count=x.shape[-1],
-            )
-            h = layer_norm(block["norm"], h + block["dwconv"]["bias"])
-            h = linear(block["pwconv2"], jax.nn.gelu(linear(block["pwconv1"], h)))
-            x = x + block["gamma"] * h
-    return cross_entropy(linear(p["head"], layer_norm(p["norm"], x.mean((1, 2)))))
-
-
-CONVNEXT = Architecture(
-    {
-        "downsample_layers": {
-            "0": {"0": _strided(12, 3, 2), "1": gain_and_shift(12)},
-            "1": {"0": gain_and_shift(12), "1": _strided(D, 12, 2)},
-        },
-        "stages": {
-            "0": {"0": _convnext_block(12)},
-            "1": {"0": _convnext_block(D), "1": _convnext_block(D)},
-        },
-        "norm": gain_and_shift(),
-        "head": {**HEAD, "bias": vector(V)},
-    },
-    _convnext,
-    (IMAGES,),
-)
-
-
 # Hyper-connections (arXiv:2409.19606), names of the paper's code: n copies of the
 # residual, with tables that say how they are mixed, read and written, static and by a
 # token's own features. DeepSeek-V4 trains all of these by AdamW.
@@ -271,131 +207,6 @@ HYPER_CONNECTIONS = Architecture(
     {
         f"layers/{i}/self_attn": Layer(HEADS, ("q_proj/weight",), ("k_proj/weight",))
         for i in range(2)
-    },
-)
-
-
-# SigLIP (arXiv:2303.15343), names of google-research/big_vision: two towers, pictures
-# pooled by the attention of a learned probe, texts by their last token.
-
-
-def _flax_norm(n: int = D):
-    return {"scale": vector(n), "bias": vector(n)}
-
-
-def _flax_dense(inputs: int, outputs: int):
-    return {"kernel": matrix(inputs, outputs), "bias": vector(outputs)}
-
-
-def _flax_attention():
-    heads = {
-        name: {
-            "kernel": matrix(D, HEADS, HEAD_DIM, outputs=(1, 2)),
-            "bias": vector(HEADS, HEAD_DIM),
-        }
-        for name in ("query", "key", "value")
-    }
-    kernel = matrix(HEADS, HEAD_DIM, D, inputs=(0, 1), outputs=2)
-    return heads | {"out": {"kernel": kernel, "bias": vector(D)}}
-
-
-def _flax_mlp():
-    return {"Dense_0": _flax_dense(D, 3 * D), "Dense_1": _flax_dense(3 * D, D)}
-
-
-def _encoder():
-    block = {
-        "LayerNorm_0": _flax_norm(),
-        "MultiHeadDotProductAttention_0": _flax_attention(),
-        "LayerNorm_1": _flax_norm(),
-        "MlpBlock_0": _flax_mlp(),
-    }
-    return {"encoderblock_0": block, "encoder_norm": _flax_norm()}
-
-
-def _normed(p, x):
-    return centered(x) * p["scale"] + p["bias"]
-
-
-def _flax_mlp_of(p, x):
-    hidden = jax.nn.gelu(x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"])
-    return hidden @ p["Dense_1"]["kernel"] + p["Dense_1"]["bias"]
-
-
-def _attention_of(p, x, y, seen, path):
-    query, key, value = (
-        jnp.einsum("btd,dhk->bthk", z, p[name]["kernel"]) + p[name]["bias"]
-        for name, z in (("query", x), ("key", y), ("value", y))
-    )
-    out = attend(seen, f"{path}/MultiHeadDotProductAttention_0", query, key, value)
-    return jnp.einsum("bthk,hkd->btd", out, p["out"]["kernel"]) + p["out"]["bias"]
-
-
-def _encoded(p, x, seen, path):
-    block = p["encoderblock_0"]
-    h = _normed(block["LayerNorm_0"], x)
-    attention = block["MultiHeadDotProductAttention_0"]
-    x = x + _attention_of(attention, h, h, seen, f"{path}/encoderblock_0")
-    x = x + _flax_mlp_of(block["MlpBlock_0"], _normed(block["LayerNorm_1"], x))
-    return _normed(p["encoder_norm"], x)
-
-
-def _siglip(p, images, tokens, seen):
-    img, txt = p["img"], p["txt"]
-    kernel = jnp.transpose(img["embedding"]["kernel"], (3, 2, 0, 1))
-    x = patches(kernel, images, PATCH).reshape(B, CELLS, D)
-    x = x + img["embedding"]["bias"] + img["pos_embedding"]
-    x = _encoded(img["Transformer"], x, seen, "img/Transformer")
-    pool = img["MAPHead_0"]
-    probe = jnp.tile(pool["probe"], (B, 1, 1))
-    attention = pool["MultiHeadDotProductAttention_0"]
-    x = _attention_of(attention, probe, x, seen, "img/MAPHead_0")
-    x = x + _flax_mlp_of(pool["MlpBlock_0"], _normed(pool["LayerNorm_0"], x))
-    y = txt["Embed_0"]["embedding"][tokens] + txt["pos_embedding"]
-    y = _encoded(txt["Encoder_0"], y, seen, "txt/Encoder_0")[:, -1]
-    y = y @ txt["head"]["kernel"] + txt["head"]["bias"]
-    logits = unit(x[:, 0]) @ unit(y).T * jnp.exp(p["t"]) + p["b"]
-    signs = 2 * jnp.eye(B) - 1
-    return -jnp.mean(jax.nn.log_sigmoid(signs * logits))
-
-
-_KERNEL_AND_BIAS = Layer(
-    HEADS, ("query/kernel", "query/bias"), ("key/kernel", "key/bias")
-)
-SIGLIP = Architecture(
-    {
-        "img": {
-            "embedding": {
-                "kernel": matrix(PATCH, PATCH, 3, D, inputs=(0, 1, 2), outputs=3),
-                "bias": vector(D),
-            },
-            "pos_embedding": vector(1, CELLS, D),
-            "Transformer": _encoder(),
-            "MAPHead_0": {
-                "probe": vector(1, 1, D),
-                "MultiHeadDotProductAttention_0": _flax_attention(),
-                "LayerNorm_0": _flax_norm(),
-                "MlpBlock_0": _flax_mlp(),
-            },
-        },
-        "txt": {
-            "Embed_0": {"embedding": Leaf((V, D), "embedding")},
-            "pos_embedding": vector(1, T, D),
-            "Encoder_0": _encoder(),
-            "head": _flax_dense(D, D),
-        },
-        "t": vector(1),
-        "b": vector(1),
-    },
-    _siglip,
-    (IMAGES, TOKENS),
-    {
-        f"{at}/MultiHeadDotProductAttention_0": _KERNEL_AND_BIAS
-        for at in (
-            "img/Transformer/encoderblock_0",
-            "img/MAPHead_0",
-            "txt/Encoder_0/encoderblock_0",
-        )
     },
 )
 
@@ -531,7 +342,5 @@ ARCHITECTURES = {
     "RecurrentGemma": recurrent.RECURRENT_GEMMA,
     "hyper-connections": HYPER_CONNECTIONS,
     "DiT": DIT,
-    "ConvNeXt": CONVNEXT,
-    "SigLIP": SIGLIP,
     "AlphaFold": ALPHAFOLD,
 }

@@ -46,7 +46,6 @@ def gains(size: Any, name: str = "gain") -> jax.Array:
 
 
 X = array("x", B, T, D, scale=1.5)
-MEMORY = array("memory", B, 6, D, scale=1.5)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)))
 KEY = jnp.asarray(np.asarray([0, 3], np.uint32))  # of `jax.random.key(3)`
 

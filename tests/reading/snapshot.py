@@ -36,7 +36,6 @@ def cases() -> dict[str, Any]:
     import test_architectures
     import test_library_models
     import test_read_attention
-    import variants
     from adversaries import CASES
 
     x, found = test_read_attention.X, {}
@@ -45,8 +44,6 @@ def cases() -> dict[str, Any]:
     for name, made in test_architectures.ARCHITECTURES.items():
         params, inputs = test_architectures.arrays(made)
         found[f"architecture {name}"] = made.loss, params, *inputs, None
-    for name, case in variants.CASES.items():
-        found[f"variant {name}"] = case.loss, case.params(), x
     for name, fun in test_read_attention.WAYS.items():
         found[f"way {name}"] = fun, test_read_attention.PARAMS, x
     for name, model in test_library_models.MODELS.items():

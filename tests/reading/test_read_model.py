@@ -49,29 +49,6 @@ def cross_entropy(logits):
     return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
 
-def test_a_language_model():
-    def loss(p, tokens):
-        x = p["embed"][tokens] + p["position"][:T]
-        h = jax.nn.gelu(normed(x) * p["gain"] @ p["up"] + p["bias"])
-        x = x + h @ p["down"]
-        return cross_entropy(normed(x) @ p["out"] + p["out_bias"])
-
-    params = shapes(
-        embed=(V, D), position=(16, D), gain=(D,), up=(D, 32), bias=(32,), down=(32, D),
-        out=(D, V), out_bias=(V,),
-    )  # fmt: skip
-    assert said(loss, params, TOKENS) == {
-        "embed": "embedding",
-        "position": "vector",
-        "gain": "vector",
-        "up": (0, 1),
-        "bias": "vector",
-        "down": (0, 1),
-        "out": "head",
-        "out_bias": "vector",
-    }
-
-
 @pytest.mark.parametrize("is_loss", [True, False])
 def test_hidden_states_are_no_output_of_a_head(is_loss):
     def hidden(p, x):
@@ -93,75 +70,6 @@ def test_a_weight_that_is_applied_both_ways_has_the_inputs_of_its_first_use():
     assert said(there_and_back, shapes(w=(D, 6)), X) == {"w": "head"}
 
 
-def test_a_tied_embedding_is_looked_up_and_writes():
-    def loss(p, tokens):
-        x = jax.nn.one_hot(tokens, V) @ p["embed"]
-        return cross_entropy(jnp.tanh(x @ p["in"]) @ p["embed"].T)
-
-    params = shapes(embed=(V, D), **{"in": (D, D)})
-    assert said(loss, params, TOKENS) == {"embed": "embedding", "in": (0, 1)}
-
-
-def _dispatched(p, x):
-    """By one-hot rows, as GShard does."""
-    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-    weight = jnp.einsum("btke,btk->bte", jax.nn.one_hot(chosen, 3), gates)
-    inputs = jnp.einsum("bte,btd->ebtd", weight, x)
-    hidden = jax.nn.relu(jnp.einsum("ebtd,edf->ebtf", inputs, p["up"]))
-    return jnp.einsum("ebtf,efd->ebtd", hidden, p["down"]).sum(0)
-
-
-def _chosen_by_experts(p, x):
-    """Every expert picks its tokens (arXiv:2202.09368)."""
-    x = x.reshape(-1, D)
-    gates = jax.nn.softmax(x @ p["router"])
-    weight, chosen = jax.lax.top_k(gates.T, 4)
-    hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", x[chosen], p["up"]))
-    out = jnp.einsum("etf,efd->etd", hidden, p["down"]) * weight[..., None]
-    return jnp.zeros_like(x).at[chosen].add(out).reshape(B, T, D)
-
-
-def _ragged(p, x):
-    x = x.reshape(-1, D)
-    gates = jax.nn.sigmoid(x @ p["router"])
-    order = jnp.argsort(jnp.argmax(gates, -1))
-    sizes = jnp.bincount(jnp.argmax(gates, -1), length=3)
-    hidden = jax.nn.relu(jax.lax.ragged_dot(x[order], p["up"], sizes))
-    out = jax.lax.ragged_dot(hidden, p["down"], sizes)
-    return (out * gates.max(-1)[order, None]).reshape(B, T, D)
-
-
-def _all_of_them(p, x):
-    """Every expert sees every token; a softmax weighs what they say."""
-    gates = jax.nn.softmax(x @ p["router"])
-    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"]))
-    return jnp.einsum("btef,efd,bte->btd", hidden, p["down"], gates)
-
-
-def _summed(p, x):
-    """The product that writes the output sums over experts, too."""
-    gates = jax.nn.softmax(x @ p["router"])
-    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"])) * gates[..., None]
-    return jnp.einsum("btef,efd->btd", hidden, p["down"])
-
-
-@pytest.mark.parametrize(
-    "experts", [_dispatched, _chosen_by_experts, _ragged, _all_of_them, _summed]
-)
-def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
-    def loss(p, x):
-        x = x + experts(p, x)
-        return cross_entropy(normed(x) @ p["out"])
-
-    params = shapes(router=(D, 3), up=(3, D, 16), down=(3, 16, D), out=(D, V))
-    assert said(loss, params, X) == {
-        "router": "router",
-        "up": (1, 2),
-        "down": (1, 2),
-        "out": "head",
-    }
-
-
 def test_what_is_quantized_by_codes_has_no_router():
     def loss(p, codes, x):
         z = jax.nn.relu(x @ p["a"]) @ p["b"]
@@ -173,23 +81,6 @@ def test_what_is_quantized_by_codes_has_no_router():
     codes = jax.ShapeDtypeStruct((D, 7), jnp.float32)
     found = said(loss, shapes(a=(D, D), b=(D, D), c=(D, D), out=(D, V)), codes, X)
     assert found == {"a": (0, 1), "b": (0, 1), "c": (0, 1), "out": "head"}
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_scanned_layers_are_a_stack_wherever_their_axis_is(axis):
-    def loss(p, x):
-        def layer(x, p):
-            return x + jax.nn.relu(normed(x) * p["gain"] @ p["w"]), None
-
-        stacked = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), p)
-        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, stacked)[0] ** 2)
-
-    gain, w = [D], [D, D]
-    for shape in (gain, w):
-        shape.insert(axis, 3)
-    w_axes = (1, 2) if axis == 0 else (0, 2)
-    params = shapes(gain=tuple(gain), w=tuple(w))
-    assert said(loss, params, X) == {"gain": "vector", "w": w_axes}
 
 
 def test_a_recurrent_kernel_is_a_matrix_and_its_initial_state_a_vector():
@@ -285,16 +176,6 @@ def test_every_other_output_of_a_kernel():
     assert found == {"w": (0, 1), "down": (0, 1), "out": "head"}
 
 
-def test_a_router_that_picks_a_branch():
-    def loss(p, x):
-        chosen = jnp.argmax(x.mean((0, 1)) @ p["router"])
-        ways = [lambda x, name=name: jnp.tanh(x @ p[name]) for name in "ab"]
-        return cross_entropy(jax.lax.switch(chosen, ways, x) @ p["out"])
-
-    found = said(loss, shapes(router=(D, 2), a=(D, D), b=(D, D), out=(D, V)), X)
-    assert found == {"router": "router", "a": (0, 1), "b": (0, 1), "out": "head"}
-
-
 def test_learned_tokens_that_their_layer_is_added_to():
     """No example has a copy of them when their query is made."""
 
@@ -308,42 +189,6 @@ def test_learned_tokens_that_their_layer_is_added_to():
     found = said(loss, shapes(tokens=(3, D), out=(D, V), **kernels), X)
     matrices = dict.fromkeys("qkv", (0, 1))
     assert found == {"tokens": "vector", "out": "head", **matrices}
-
-
-def test_factors_of_low_rank_are_matrices():
-    def loss(p, x):
-        h = jnp.tanh(x @ (p["w"] + p["a"] @ p["b"]))
-        return cross_entropy(h @ p["out"])
-
-    params = shapes(w=(D, D), a=(D, 2), b=(2, D), out=(D, V))
-    axes = (0, 1)
-    assert said(loss, params, X) == {"w": axes, "a": axes, "b": axes, "out": "head"}
-
-
-def test_factors_next_to_a_base_that_is_data_are_matrices():
-    def loss(p, base, x):
-        return cross_entropy(jnp.tanh(x @ (base + p["a"] @ p["b"])) @ p["out"])
-
-    base = jax.ShapeDtypeStruct((D, D), jnp.float32)
-    found = said(loss, shapes(a=(D, 2), b=(2, D), out=(D, V)), base, X)
-    assert found == {"a": (0, 1), "b": (0, 1), "out": "head"}
-
-
-def test_learned_tokens_are_no_weight_of_the_kernel_that_takes_them():
-    def loss(p, x):
-        queries = jnp.broadcast_to(p["queries"], (B, 3, D)) @ p["q"]
-        logits = jnp.einsum("bqd,bkd->bqk", queries, x @ p["k"])
-        x = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), x @ p["v"])
-        return cross_entropy(
-            jnp.concatenate([p["prefix"][None].repeat(B, 0), x], 1) @ p["out"]
-        )
-
-    params = shapes(
-        queries=(3, D), q=(D, D), k=(D, D), v=(D, D), prefix=(1, D), out=(D, V)
-    )
-    found = said(loss, params, X)
-    assert found["queries"] == found["prefix"] == "vector"
-    assert found["q"] == found["k"] == found["v"] == (0, 1)
 
 
 def test_a_kernel_of_one_output_and_what_is_exponentiated_are_vectors():
@@ -383,25 +228,6 @@ def test_an_expected_embedding_has_classes_for_inputs():
 
     found = said(loss, shapes(classes=(D, 6), embed=(6, D), out=(D, V)), X)
     assert found["embed"] == (0, 1)
-
-
-def test_axes_wherever_they_are_stored():
-    def loss(p, x):
-        x = jnp.tanh(x @ p["transposed"].T)
-        x = jnp.tanh(jnp.einsum("btd,hdk->bthk", x, p["heads"]))
-        x = jnp.tanh(jnp.einsum("bthk,hkd->btd", x, p["joined"]))
-        return cross_entropy(jnp.tanh(x @ p["pair"][0]) * (x @ p["pair"][1]) @ p["out"])
-
-    params = shapes(
-        transposed=(D, D), heads=(2, D, 4), joined=(2, 4, D), pair=(2, D, D), out=(D, V)
-    )
-    assert said(loss, params, X) == {
-        "transposed": (1, 0),
-        "heads": (1, (0, 2)),
-        "joined": ((0, 1), 2),
-        "pair": (1, 2),
-        "out": "head",
-    }
 
 
 def test_what_the_function_does_not_use_is_named():

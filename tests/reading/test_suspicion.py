@@ -9,7 +9,6 @@ from architectures import ARCHITECTURES
 from library_models import MODELS
 from test_architectures import shapes
 from test_library_models import loss_of, nested
-from variants import CASES as VARIANTS
 
 import muonclip_jax as mc
 
@@ -283,8 +282,6 @@ def every_case():
         yield name, lambda p, *x, a=a: a.loss(p, *x, None), shapes(a), a.inputs
     for name, model in MODELS.items():
         yield name, loss_of(model), nested(model.values()), model.args
-    for name, case in VARIANTS.items():
-        yield name, case.loss, case.params(), (jnp.zeros((2, 5, 12)),)
 
 
 @pytest.mark.more
