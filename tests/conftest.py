@@ -53,7 +53,7 @@ def pytest_runtest_teardown(item):
     result = yield
     limit = item.config.getoption("cpu_limit")
     seconds = cpu_seconds() - item.stash[STARTED]
-    marked = item.get_closest_marker("more") or item.get_closest_marker("slow")
+    marked = {mark.name for mark in item.iter_markers()} & {"more", "slow", "always"}
     if limit and seconds > limit and not marked:
         said = f"{item.nodeid} takes {seconds:.1f} CPU seconds: mark it `more`"
         if seconds > 2 * limit:

@@ -61,11 +61,14 @@ LONG = {
         "checkpoints",
         "clip_problems",
         "devices",
+        "ema",
         "errors",
         "errors_axes",
         "errors_devices",
+        "fine_tuning",
         "from_optax",
         "from_optax_rate",
+        "frozen",
         "layouts",
         "layouts_experts",
         "libraries",
@@ -88,7 +91,19 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("page", few(PAGES, *set(PAGES) - LONG), ids=name_of)
+# What a newcomer runs first is run every day, whatever it takes.
+QUICK_STARTS = [ROOT / "README.md", ROOT / "docs" / "quick_start_nnx.md"]
+OTHERS = [page for page in PAGES if page not in QUICK_STARTS]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *(pytest.param(page, marks=pytest.mark.always) for page in QUICK_STARTS),
+        *few(OTHERS, *set(OTHERS) - LONG),
+    ],
+    ids=name_of,
+)
 def test_python_runs_and_prints_what_the_page_says(page):
     namespace = {"__name__": "__main__"}
     printed = None

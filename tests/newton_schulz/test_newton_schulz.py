@@ -216,6 +216,7 @@ def test_bad_input_is_refused(x, options, message):
         mc.newton_schulz(x, **options)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("shape", [(512, 512), (300, 700), (257, 1029)])
 @pytest.mark.parametrize("method", ["auto", "standard", "gram"])
 def test_blocks_of_hermitian_products_follow_the_polynomial(shape, method):

@@ -45,7 +45,7 @@ def gains(size: Any, name: str = "gain") -> jax.Array:
     return jax.device_put(1.5 + np.abs(np.asarray(array(name, *shape))))
 
 
-X = array("x", B, T, D, scale=1.5)
+X = np.asarray(array("x", B, T, D, scale=1.5))  # of which parts are taken at import
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)))
 KEY = jnp.asarray(np.asarray([0, 3], np.uint32))  # of `jax.random.key(3)`
 
