@@ -5,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import optax
+import pytest
 from helpers import EXAMPLES, run_script
 
 import muonclip_jax as mc
