@@ -1,5 +1,6 @@
 """Files of tests are imported by every worker before its first test: fast, then."""
 
+import os
 import pathlib
 
 import pytest
@@ -23,10 +24,10 @@ def test_no_file_of_tests_computes_at_import(tmp_path, monkeypatch):
     script = tmp_path / "imports.py"
     script.write_text(IMPORTS)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    folders = (str(ROOT / name) for name in ("tests", "benchmarks", "examples"))
-    monkeypatch.setenv("PYTHONPATH", ":".join([*folders, str(ROOT)]))
-    tests = ROOT / "tests"
-    files = sorted(x for x in tests.rglob("test_*.py") if "libraries" not in x.parts)
+    folders = [str(ROOT / x) for x in (".", "tests", "benchmarks", "examples")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [x for x in files if "libraries" not in x.parts]
     printed = run_script(script, *files).stdout.splitlines()
     seconds = {pathlib.Path(k): float(v) for k, v in map(str.split, printed)}
     assert len(seconds) == len(files)

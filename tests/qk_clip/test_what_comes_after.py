@@ -70,7 +70,7 @@ def test_what_comes_after_the_clip_spoils_it(ending, steps):
     "make, steps",
     [
         pytest.param(
-            mc.multi_steps(muonclip(), 4, model=reading()), 4, id="multi_steps"
+            lambda: mc.multi_steps(muonclip(), 4, model=reading()), 4, id="multi_steps"
         ),
         pytest.param(
             lambda: optax.chain(optax.clip_by_global_norm(0.1), muonclip()),
