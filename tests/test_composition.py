@@ -156,6 +156,7 @@ def test_wrapped_keeps_low_precision(name, dtype):
     run(LOW_PRECISION[name](), params=make_params(dtype), grads=make_params(dtype))
 
 
+@pytest.mark.more
 def test_injected_hyperparams_can_be_set_between_steps():
     tx = optax.inject_hyperparams(mc.muonclip)(1e-2, threshold=100.0)
     state = tx.init(PARAMS)

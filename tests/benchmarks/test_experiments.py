@@ -189,6 +189,7 @@ def test_the_page_answers_every_question_in_five_minutes(tmp_path):
     assert links and set(links) <= names
 
 
+@pytest.mark.more
 def test_an_experiment_that_fails_does_not_take_the_others_along(tmp_path):
     world = World(True)
     world.once = lambda name, measure: {}

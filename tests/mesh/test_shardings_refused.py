@@ -60,6 +60,7 @@ def test_specs_without_a_mesh():
         mc.muon(1e-2, shardings=P("fsdp")).init(PARAMS)
 
 
+@pytest.mark.more
 def test_names_of_axes_in_a_list():
     """As good as a tuple; what is no name is refused."""
     state = mc.muon(1e-2).init(PARAMS)

@@ -115,6 +115,7 @@ def test_splash_attention_of_jax_under_all_names(key_heads, is_segmented, has_ba
     assert (layer.query[0].heads, layer.key[0].heads) == (H, key_heads)
 
 
+@pytest.mark.more
 def test_a_copy_of_splash_attention_is_taught():
     params = {n: x[:, : 2 * DIM] for n, x in PARAMS.items()} | {"q": PARAMS["q"]}
     kernel = jax.vmap(vendored_splash.make_splash_mha(T))
