@@ -29,7 +29,7 @@ from first_contact.rows import (
 )
 from first_contact.settings import by_setting
 from first_contact.times import FULL, Times, TINY
-from first_contact.torch_peers import gram_newton_schulz, torch_muon
+from first_contact.torch_peers import torch_muon
 from first_contact.training import GPT2, TINY_GPT2, TRAINED, Trained, trained
 from gpt2 import separate, stacked
 from tables import parser, Report
@@ -96,7 +96,6 @@ def parts(tiny: bool) -> Parts:
         "settings": functools.partial(by_setting, times),
         "stage, separate": functools.partial(times.stage, separate),
         "GPT-2, stacked": functools.partial(times.gpt2, stacked),
-        "gram_newton_schulz": functools.partial(gram_newton_schulz, times),
     }
 
 

@@ -1,245 +1,114 @@
-"""What the attention statistic costs a training step, in time and memory, by length.
+"""What `record_attention` costs a training step, in time and memory, by length.
 
     python benchmarks/attention_statistics.py
 
-Each row compares one training step with the statistic returned to the one without,
-for the attention that materialises its logits, and the blockwise one.
-The two steps take turns, and the ratio is the median over the pairs, so that other
-load on the machine moves both. Temporaries are those that XLA plans for the step.
+Each row compares AdamW's step on a small GPT-2 with the largest logits recorded to the
+step without, for an attention that forms all logits and for the blockwise one. The two
+take turns, and the ratio is the median over neighbors. Temporaries and bytes accessed
+are those that XLA plans; a step that needs more temporaries than `--memory` is not
+timed.
 """
 
 import argparse
 import functools
-import itertools
-import json
-import math
-import os
-import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+import statistics
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from environment import environment
-from evidence.texts import VOCABULARY
-from flax import nnx
-from language_model import Settings, start, train_step
+from alternating import alternate, ratio
+from language_models import attend, drawn, gpt2
+from tables import parser, Report
 
 import muonclip_jax as mc
 
 
-MIB = 1 << 20
-NAMES = ["materialised", "blockwise"]
-
-
-class Variant(NamedTuple):
-    """An attention without and with its statistic; `None` is Flax's own."""
-
-    without: Callable[..., Any] | None
-    recording: Callable[..., Any] | None
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    gpu = jax.default_backend() == "gpu"
-    add = functools.partial(parser.add_argument, help="default: %(default)s")
-    add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    add("--variants", nargs="+", choices=NAMES, default=NAMES)
-    add("--batch-size", type=int, default=1)
-    add("--layers", type=int, default=2)
-    add("--width", type=int, default=256)
-    add("--heads", type=int, default=4)
-    add("--dtype", default="bfloat16" if gpu else "float32")
-    add("--pairs", type=int, default=100, help="at most; default: %(default)s")
-    add("--least-pairs", type=int, default=5)
-    add("--seconds", type=float, default=30, help="per row; default: %(default)s")
-    add(
-        "--memory",
-        type=float,
-        default=6,
-        help="GiB of temporaries; skip what needs more",
-    )
-    add("--out", type=Path, help="a JSON file for the figures")
-    return parser.parse_args()
+COLUMNS = {
+    "attention": "",
+    "length": "d",
+    "ms without": ".1f",
+    "ms with": ".1f",
+    "with / without": ".3f",
+    "bytes accessed": ".3f",
+    "MiB without": ".0f",
+    "MiB with": ".0f",
+}
+WORDS, RATE = 256, 1e-3
 
 
 def main() -> None:
-    args = parse_args()
-    started = time.perf_counter()
-    print(f"{environment()}; load {load()}\n{describe(args)}\n")
-    print(HEADER, flush=True)
-    rows = []
-    for name in args.variants:
+    options = parser(__doc__)
+    add = functools.partial(options.add_argument, help="default: %(default)s")
+    add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=256)
+    add("--heads", type=int, default=4)
+    add("--repeats", type=int, default=7)
+    add("--memory", type=float, default=6, help="GiB; default: %(default)s")
+    args = options.parse_args()
+    report = Report(args)
+    title = f"One step of {args.layers} layers of width {args.width}, one sequence"
+    table = report.table(title, COLUMNS)
+    for name, attention in ATTENTIONS.items():
         for length in args.lengths:
-            rows.append(measure(name, length, args))
-            print(line(rows[-1]), flush=True)
-    print(f"\n{growth(rows)}")
-    minutes = (time.perf_counter() - started) / 60
-    print(f"\n{minutes:.1f} minutes, load afterwards {load()}")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(dict(environment=environment(), rows=rows)))
+            table.add(name, length, *figures(attention, length, args))
+    report.write()
 
 
-def load() -> str:
-    """Says how busy the machine was in the last 1 and 5 minutes."""
-    one, five, _ = os.getloadavg()
-    return f"{one:.1f}, {five:.1f}"
+def blockwise(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    out, _ = mc.blockwise_attention(query, key, value, is_causal=True)
+    return out.reshape(*out.shape[:2], -1)
 
 
-def describe(args: argparse.Namespace) -> str:
-    return (
-        f"{args.layers} layers of width {args.width}, {args.heads} heads, batch "
-        f"{args.batch_size}, {args.dtype}, causal"
-    )
+ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
+    "all logits": attend,
+    "blockwise": blockwise,
+}
 
 
-def variants() -> dict[str, Variant]:
-    return dict(
-        materialised=Variant(None, None),
-        # It computes the statistic in any case, and without drops it.
-        blockwise=Variant(mc.blockwise_attention, mc.blockwise_attention),
-    )
-
-
-OPTIMIZER = optax.adamw(1e-3)
-
-
-class Step:
-    """A compiled training step and the state that it moves on."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        batch_size: int,
-        optimizer: optax.GradientTransformation = OPTIMIZER,
-    ):
-        self._optimizer = optimizer
-        graph, self._shapes = nnx.eval_shape(lambda: start(settings, optimizer))
-        self._tokens = random_tokens(batch_size, settings.context)
-        step = functools.partial(train_step, graph, optimizer)
-        jitted = jax.jit(step, donate_argnums=0)
-        self._compiled = jitted.lower(self._shapes, self._tokens).compile()
-        self.temporaries = temporaries(self._compiled)
-
-    def start(self, warm_up: int = 2) -> None:
-        """Draws weights as large as at the usual start, without a compilation."""
-        generator = np.random.default_rng(0)
-
-        def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-            values = generator.normal(size=x.shape, scale=(x.shape or (1,))[0] ** -0.5)
-            return jnp.asarray(values, x.dtype)
-
-        params = jax.tree.map(draw, self._shapes[0])
-        self._state = (params, self._optimizer.init(params))
-        for _ in range(warm_up):
-            self.seconds()
-
-    def seconds(self) -> float:
-        """Trains one step and returns the time that it took."""
-        jax.block_until_ready(self._state)
-        started = time.perf_counter()
-        self._state, outputs = self._compiled(self._state, self._tokens)
-        jax.block_until_ready((self._state, outputs))
-        return time.perf_counter() - started
-
-
-def temporaries(compiled: Any) -> float:
-    """MiB; nan where the backend does not tell."""
-    analysis = compiled.memory_analysis()
-    return analysis.temp_size_in_bytes / MIB if analysis else math.nan
-
-
-def random_tokens(batch_size: int, length: int) -> jax.Array:
-    generator = np.random.default_rng(0)
-    return jnp.asarray(generator.integers(0, VOCABULARY, (batch_size, length + 1)))
-
-
-def measure(name: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table; without times if the step needs too much memory."""
-    variant = variants()[name]
-    model = Settings(args.layers, args.width, args.heads, length, args.dtype)
+def figures(
+    attention: Callable[..., jax.Array], length: int, args: argparse.Namespace
+) -> list[float | None]:
+    """The cells of a row after the first two."""
+    shapes, loss = gpt2(args.width, args.layers, args.heads, WORDS, length, attention)
+    programs, inputs = steps(shapes, loss, length)
+    plans = [program.memory_analysis() for program in programs.values()]
+    mib = [plan.temp_size_in_bytes / 2**20 for plan in plans]
     without, recording = (
-        Step(model._replace(kernel=kernel, record=record), args.batch_size)
-        for kernel, record in zip(variant, (False, True), strict=True)
+        x.cost_analysis()["bytes accessed"] for x in programs.values()
     )
-    row: dict[str, Any] = dict(
-        variant=name,
-        length=length,
-        memory_without=without.temporaries,
-        memory_with=recording.temporaries,
-    )
-    if max(without.temporaries, recording.temporaries) > args.memory * 1024:
-        return row
-    return row | timings(without, recording, args)
+    plan = [recording / without, *mib]
+    if max(mib) > 1024 * args.memory:
+        return [None, None, None, *plan]
+    sides = {k: functools.partial(run, *inputs) for k, run in programs.items()}
+    times = alternate(sides, args.repeats)
+    ms = [1e3 * statistics.median(times[name]) for name in programs]
+    return [*ms, ratio(times, "with", "without"), *plan]
 
 
-def timings(without: Step, recording: Step, args: argparse.Namespace) -> dict[str, Any]:
-    """Lets the two steps take turns, each first in every other pair."""
-    without.start()
-    recording.start()
-    pairs, started = [], time.perf_counter()
-    while len(pairs) < args.pairs and (
-        len(pairs) < args.least_pairs or time.perf_counter() - started < args.seconds
-    ):
-        if len(pairs) % 2:
-            after = recording.seconds()
-            pairs.append((without.seconds(), after))
-        else:
-            pairs.append((without.seconds(), recording.seconds()))
-    times = np.asarray(pairs)
-    low, ratio, high = np.quantile(times[:, 1] / times[:, 0], (0.25, 0.5, 0.75))
-    milliseconds = 1e3 * np.median(times, axis=0)
-    return dict(
-        pairs=len(pairs),
-        time_without=milliseconds[0],
-        time_with=milliseconds[1],
-        ratio=ratio,
-        ratio_quartiles=[low, high],
-    )
+def steps(
+    shapes: Any, loss: Callable[..., jax.Array], length: int
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The compiled steps without and with recording, and the inputs of both."""
+    params, tx = drawn(shapes), optax.adamw(RATE)
+    tokens = jax.random.randint(jax.random.key(1), (1, length), 0, WORDS)
+    inputs = (params, tx.init(params), tokens)
 
+    def compiled(loss: Callable[..., Any]) -> Any:
+        def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+            gradient = jax.value_and_grad(loss, has_aux=True)
+            outputs, grads = gradient(params, tokens)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, outputs
 
-HEADER = """\
-| attention | length | ms without | ms with | ratio (quartiles), pairs | \
-MiB without | MiB with |
-|---|---|---|---|---|---|---|"""
+        return jax.jit(step).lower(*inputs).compile()
 
+    def alone(params: Any, tokens: jax.Array) -> tuple[jax.Array, None]:
+        return loss(params, tokens), None
 
-def line(row: dict[str, Any]) -> str:
-    if "ratio" in row:
-        low, high = row["ratio_quartiles"]
-        spread = f"{row['ratio']:.3f} ({low:.3f} to {high:.3f}), {row['pairs']}"
-        times = [f"{row['time_without']:.1f}", f"{row['time_with']:.1f}", spread]
-    else:
-        times = ["-", "-", "not run: more than --memory"]
-    memory = [f"{row[key]:.1f}" for key in ("memory_without", "memory_with")]
-    return f"| {' | '.join([row['variant'], str(row['length']), *times, *memory])} |"
-
-
-def growth(rows: list[dict[str, Any]]) -> str:
-    """Says by which power of the length the temporaries grow: 1 is linear."""
-    lines = ["growth of the temporaries with the statistic:"]
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        points = [
-            (row["length"], row["memory_with"])
-            for row in rows
-            if row["variant"] == name
-        ]
-        lines.append(f"- {name}: {', '.join(factors(points)) or '-'}")
-    return "\n".join(lines)
-
-
-def factors(points: Iterable[tuple[int, float]]) -> list[str]:
-    ordered = sorted(points)
-    return [
-        f"{n} to {m} x{y / x:.2f} (power {math.log(y / x) / math.log(m / n):.2f})"
-        for (n, x), (m, y) in itertools.pairwise(ordered)
-    ]
+    sides = {"without": alone, "with": mc.record_attention(loss)}
+    return {name: compiled(side) for name, side in sides.items()}, inputs
 
 
 if __name__ == "__main__":

@@ -10,13 +10,10 @@ The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pip
 has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
 compiled program. The least time is what these take at rates seen on an H200, without
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
-An exchange runs during products if some are between its start and its end in the
-schedule, and is hidden as far as these take as long as it does on its link.
 """
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,21 +22,11 @@ import numpy as np
 from gpt2 import separate, stacked
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
 from gpu_compiler import process
-from gpu_program import (
-    Exchange,
-    exchanges,
-    share_during_products,
-    share_hidden,
-    sum_of,
-    Work,
-    work_by_kind,
-)
+from gpu_program import exchanged_bytes, sum_of, Work, work_by_kind
 from hlo_program import parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from matplotlib.axes import Axes
 from models import KIMI_K2_STAGE
 from optax.contrib import MuonDimensionNumbers
-from pictures import panels
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
@@ -54,8 +41,6 @@ COLUMNS = {
     "least ms": ".1f",
     "temporaries, GB": ".2f",
     "exchanged, GB": ".2f",
-    "alongside products": ".0%",
-    "hidden": ".0%",
     "trace and compile, s": ".0f",
 }
 
@@ -79,7 +64,7 @@ class Compiled(NamedTuple):
 
     work: dict[str, Work]
     temporary_bytes: int
-    exchanges: list[Exchange]
+    exchanged_bytes: int
     seconds: float
 
     @property
@@ -92,14 +77,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
-    options.add_argument("--png", type=Path, help="a picture of the least times")
     args = options.parse_args()
-    report, found = Report(args), {}
+    report = Report(args)
     for chip in args.chips:
-        found |= add_updates(report, plans(chip, args.gpus))
+        add_updates(report, plans(chip, args.gpus))
     report.write()
-    if args.png:
-        draw(args.png, found)
 
 
 def plans(chip: str, counts: list[int]) -> list[Plan]:
@@ -108,15 +90,14 @@ def plans(chip: str, counts: list[int]) -> list[Plan]:
     return [Plan(chip, *choice) for choice in choices]
 
 
-def add_updates(report: Report, plans: list[Plan]) -> dict[Plan, Compiled]:
+def add_updates(report: Report, plans: list[Plan]) -> None:
     """All for one chip."""
-    chip, found = CHIPS[plans[0].chip], {}
+    chip = CHIPS[plans[0].chip]
     table = report.table(f"One update, compiled for {chip.name}", COLUMNS)
     with process() as executor:
         compiled = executor.map(compile_update, plans)
-        for plan, found[plan] in zip(plans, compiled, strict=True):
-            add_row(table, plan, found[plan])
-    return found
+        for plan, update in zip(plans, compiled, strict=True):
+            add_row(table, plan, update)
 
 
 def compile_update(plan: Plan) -> Compiled:
@@ -138,7 +119,7 @@ def compile_update(plan: Plan) -> Compiled:
     return Compiled(
         work_by_kind(program, chip),
         memory.temp_size_in_bytes,
-        exchanges(program, chip),
+        exchanged_bytes(program),
         seconds,
     )
 
@@ -182,33 +163,9 @@ def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
         elementwise.bytes / 1e9,
         1e3 * total.seconds,
         compiled.temporary_bytes / 1e9,
-        sum(x.bytes for x in compiled.exchanges) / 1e9 or None,
-        share_during_products(compiled.exchanges),
-        share_hidden(compiled.exchanges),
+        compiled.exchanged_bytes / 1e9 or None,
         compiled.seconds,
     )
-
-
-def draw(file: Path, found: dict[Plan, Compiled]) -> None:
-    """Products and the rest of each plan, one after the other, by chip."""
-    chips = list(dict.fromkeys(plan.chip for plan in found))
-    label = "least time of one update, ms"
-    with panels(file, [CHIPS[chip].name for chip in chips], xlabel=label) as axes:
-        for i, (chip, one) in enumerate(zip(chips, axes, strict=True)):
-            draw_bars(one, {p: c for p, c in found.items() if p.chip == chip})
-            if i:
-                one.set_yticklabels([])
-
-
-def draw_bars(axes: Axes, found: dict[Plan, Compiled]) -> None:
-    left = np.zeros(len(found))
-    for kind in ("products", "elementwise"):
-        widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
-        axes.barh(range(len(found)), widths, left=left, height=0.6, label=kind)
-        left += widths
-    names = [f"{p.gpus} x {p.leaves}" for p in found]
-    axes.set_yticks(range(len(found)), names, fontsize=8)
-    axes.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -21,21 +21,20 @@ class Chip(NamedTuple):
     cache_bytes: int
     products: float  # operations a second, 16 bits
     copies: float  # bytes a second, read and written
-    link: float  # bytes a second to other GPUs, one direction
 
 
 CHIPS = {
     "h100": Chip(
         *("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 84942979072, 3352320000000, 52428800),
-        *(790e12, 3.0e12, 450e9),
+        *(790e12, 3.0e12),
     ),
     "h200": Chip(
         *("NVIDIA H200", 9, 132, 1.98, 151397597184, 4800000000000, 52428800),
-        *(790e12, 4.3e12, 450e9),
+        *(790e12, 4.3e12),
     ),
     "b200": Chip(
         *("NVIDIA B200", 10, 148, 1.965, 191514411008, 7672320000000, 132644864),
-        *(1800e12, 6.9e12, 900e9),
+        *(1800e12, 6.9e12),
     ),
 }
 

@@ -55,15 +55,6 @@ class Work(NamedTuple):
         return Work(*(number * a for a in self))
 
 
-class Exchange(NamedTuple):
-    """A collective, and the time that products take between its start and its end."""
-
-    kind: str
-    bytes: int
-    seconds: float  # that it takes itself, on a link of its own
-    products: float
-
-
 def work_by_kind(program: Program, chip: Chip) -> dict[str, Work]:
     """The work of a program, by the kind of kernel."""
     total: dict[str, Work] = collections.defaultdict(Work)
@@ -175,33 +166,11 @@ def _users(computation: Computation, name: str) -> Iterator[tuple[Instruction, s
                 yield node, name
 
 
-def exchanges(program: Program, chip: Chip) -> list[Exchange]:
-    """The collectives of a scheduled program, each with what hides it."""
-    entry = program["ENTRY"]
-    names, found = list(entry), []
-    for i, node in enumerate(entry.values()):
-        if done := re.fullmatch(f"({COLLECTIVES})-done", node.opcode):
-            start = names.index(node.operands[0])
-            between = [entry[name] for name in names[start + 1 : i]]
-            kernels = (_kernel(program, entry, other) for other in between)
-            products = sum(
-                k.seconds(chip) for k in kernels if k and k.kind == "products"
-            )
-            size = bytes_of(node.shape)
-            found.append(Exchange(done[1], size, size / chip.link, products))
-    return found
-
-
-def share_during_products(found: list[Exchange]) -> float | None:
-    """The share of the exchanged bytes that are sent while products run."""
-    total = sum(x.bytes for x in found)
-    return sum(x.bytes for x in found if x.products) / total if total else None
-
-
-def share_hidden(found: list[Exchange]) -> float | None:
-    """The share of the time of exchanges for which these products last."""
-    total = sum(x.seconds for x in found)
-    return sum(min(x.seconds, x.products) for x in found) / total if total else None
+def exchanged_bytes(program: Program) -> int:
+    """What the collectives of a scheduled program send."""
+    done = re.compile(f"({COLLECTIVES})-done")
+    nodes = program["ENTRY"].values()
+    return sum(bytes_of(node.shape) for node in nodes if done.fullmatch(node.opcode))
 
 
 def sum_of(works: Iterable[Work]) -> Work:

@@ -5,10 +5,9 @@
 The cosine between the update and that of momentum in float32, after some steps of the
 same gradients. The synthetic ones keep their singular vectors, and every singular value
 is drawn anew at every step: around that of the spectrum, with half of it as standard
-deviation. The others are those of the example's model as it trains.
+deviation. The others are those of a small GPT-2 as it trains.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +15,7 @@ import gpt2
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import spectra
-from evidence.texts import Text
-from flax import nnx
-from language_model import start, train_step
 from optax.contrib import MuonDimensionNumbers
 from tables import parser, Report
 from tqdm import tqdm
@@ -31,7 +26,6 @@ import muonclip_jax as mc
 DTYPES = ("float32", "bfloat16", "int8")
 STEPS = (10, 200, 1000)
 AXES = MuonDimensionNumbers(-2, -1)
-RATE = 1e-2
 
 Matrices = dict[str, jax.Array]
 
@@ -85,32 +79,9 @@ def synthetic() -> Iterator[Matrices]:
 
 
 def of_training() -> Iterator[Matrices]:
-    """The gradients of three kernels in the second block."""
-    tx = optax.chain(remember(), mc.muon(RATE, beta=0.95, adam_learning_rate=RATE))
-    graph, state = start(spectra.MODEL, tx)
-    step = jax.jit(functools.partial(train_step, graph, tx), donate_argnums=0)
-    text = Text("code", validation=15)
-    for i in range(max(STEPS)):
-        tokens = text.batch(spectra.BATCH_SIZE, spectra.MODEL.context, seed=0, step=i)
-        state, _ = step(state, tokens)
-        block = nnx.to_pure_dict(state[1][0])["blocks"][1]
-        kernels = {"query": block["attention"]["query"]} | {
-            k: block[k] for k in ("up", "down")
-        }
-        yield {
-            f"{name} of the example": leaf["kernel"].reshape(
-                leaf["kernel"].shape[0], -1
-            )
-            for name, leaf in kernels.items()
-        }
-
-
-def remember() -> optax.GradientTransformation:
-    """Keeps the last gradients as its state."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda updates, state, params=None: (updates, updates),
-    )
+    """The gradients of three kernels in the second block of a small GPT-2."""
+    for gradients in spectra.training(max(STEPS), block=1):
+        yield {f"{name} of a model": x for name, x in gradients.items()}
 
 
 def cosines(stream: Iterator[Matrices]) -> list[list[Any]]:

@@ -3,23 +3,15 @@
     python benchmarks/optimizer_step.py
 
 "optax" is its main branch (`optax_main.py`). CPU seconds are those of all processors
-together. The peak is that of the fastest of square products of float32 in the same
-process, in a chain, so that fresh memory counts little. The share of it that an update
-takes counts the arithmetic that runs, so Hermitian halves that are left out do not
-count.
+together.
 """
 
-import functools
 import statistics
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
-from alternating import alternate, by_both_clocks, compare, ratio, Times
+from alternating import alternate, by_both_clocks, compare, ratio
 from gpt2 import BLOCK, separate, Shapes, stacked, updates, updates_by
-from hlo_costs import hlo_costs
 from optax.contrib import MuonDimensionNumbers
 from optax_main import RELEASED
 from tables import parser, Report, Table
@@ -35,9 +27,7 @@ COLUMNS = {
     "ours, s": ".2f",
     "peer, s": ".2f",
     "times faster": ".2f",
-    "ours, share of peak": ".0%",
 }
-PRODUCTS, CHAIN = (1024, 2048, 4096), 4
 
 
 def main() -> None:
@@ -66,61 +56,17 @@ def against_optax(table: Table, layers: int, repeats: int) -> None:
         f"{2 * layers} x (768, 3072)": {str(i): BLOCK["up"] for i in range(2 * layers)},
     }
     for name, shapes in cases.items():
-        wall, cpu = by_both_clocks(updates(shapes) | products(), repeats)
-        share = share_of_peak(shapes, wall)
+        wall, cpu = by_both_clocks(updates(shapes), repeats)
         for peer in ("optax", RELEASED):
             figures = *compare(cpu, "ours", peer), *compare(wall, "ours", peer)
-            table.add(f"{name}, {peer}", *figures, share)
-
-
-def share_of_peak(shapes: Shapes, times: Times) -> float:
-    """Of the size of product that takes the least time for its arithmetic."""
-    size = min(PRODUCTS, key=lambda n: statistics.median(times[str(n)]) / n**3)
-    product_flops = CHAIN * 2 * size**3
-    return needed_flops(shapes) / product_flops * ratio(times, str(size), "ours")
-
-
-def products() -> dict[str, Callable[[], Any]]:
-    """What the machine can do: chains of square products, by their size."""
-
-    def side(size):
-        x = jax.random.normal(jax.random.key(0), (size, size)) / size**0.5
-        return functools.partial(chain, x)
-
-    return {str(size): side(size) for size in PRODUCTS}
-
-
-@jax.jit
-def chain(x: jax.Array) -> jax.Array:
-    """A single product would pay for the fresh memory of its result."""
-    return functools.reduce(jnp.matmul, [x] * (CHAIN + 1))
-
-
-def needed_flops(shapes: Shapes) -> float:
-    """The arithmetic of Newton-Schulz in the compiled programs."""
-    # One matrix at a time, for XLA counts the body of a loop over a stack once.
-    flops = {shape: matrix_flops(shape) for shape in {s[-2:] for s in shapes.values()}}
-    return sum(
-        flops[shape[-2:]] * (shape[0] if len(shape) > 2 else 1)
-        for shape in shapes.values()
-    )
-
-
-def matrix_flops(shape: tuple[int, ...]) -> float:
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    program = jax.jit(mc.newton_schulz).lower(x).compile()
-    if jax.default_backend() == "cpu":  # where products are calls of a library
-        return hlo_costs(program.as_text() or "").flops
-    costs = program.cost_analysis()
-    assert costs is not None
-    return costs["flops"]
+            table.add(f"{name}, {peer}", *figures)
 
 
 def against_torch(table: Table, layers: int, repeats: int) -> None:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        table.add("torch.optim.Muon: torch is not installed", *[None] * 7)
+        table.add("torch.optim.Muon: torch is not installed", *[None] * 6)
         return
     shapes = separate(layers)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
@@ -137,7 +83,7 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
             wall, cpu = by_both_clocks(sides, repeats)
         figures = *compare(cpu, "ours", "torch"), *compare(wall, "ours", "torch")
         name = f"separate leaves in {ours}, torch {torch.__version__} in {peer}"
-        table.add(name, *figures, None)
+        table.add(name, *figures)
 
 
 def options_of_muon(report: Report, args: Any) -> None:

@@ -27,7 +27,6 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -39,21 +38,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from environment import environment
+from reading.kept import cells, page, RESULTS, table_of
 from reading.models import Built, Model, normal
-from tables import Table
 from trees_of_others import is_right
 
 import muonclip_jax as mc
-
-
-RESULTS = Path(__file__).parent / "reading" / "results"
-COUNTS = ("leaves", "right", "wrong", "unknown", "layers", "expected", "refused")
-FORMATS = {
-    "model": "",
-    **dict.fromkeys(COUNTS, ".0f"),
-    **dict.fromkeys(("value", "gradients", "softmax", "clip"), ".0e"),
-    "seconds": ".2f",
-}
 
 
 def read(model: Model) -> dict[str, Any]:
@@ -277,33 +266,6 @@ def store(group: str, module: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def cells(row: Mapping[str, Any], label: str | None = None) -> list[Any]:
-    return [label or row["model"], *(row.get(name) for name in list(FORMATS)[1:])]
-
-
-def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(FORMATS, [cells(row) for row in rows])
-
-
-def report() -> None:
-    """What `--keep` has kept, in Markdown."""
-    totals: collections.Counter[str] = collections.Counter()
-    notes = []
-    for file in sorted(RESULTS.glob("*.json")):
-        kept = json.loads(file.read_text())
-        print(f"\n**{kept['libraries']}** ({kept['environment']})\n")
-        print(table_of(kept["rows"]).markdown())
-        for row in kept["rows"]:
-            totals.update({name: row.get(name, 0) for name in COUNTS})
-            failed = any(line.startswith("failed") for line in row["lines"])
-            totals.update(models=1, failed=failed)
-            notes += [f"- {row['model']}: {' '.join(x.split())}" for x in row["lines"]]
-    print("\n**Totals**\n")
-    print(Table(totals.keys(), [list(map(str, totals.values()))]).markdown())
-    print("\n**What is unknown, wrong, refused or failed**\n")
-    print(*notes, sep="\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -318,7 +280,7 @@ def main() -> None:
     elif args.group:
         run(args.group, args.only, args.keep)
     else:
-        report()
+        print(page())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ the seconds are those of tracing and compiling here.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import Model, models
 from optax_main import RELEASED
-from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
 
@@ -79,21 +77,15 @@ def main() -> None:
     )
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
-    options.add_argument("--png", type=Path, help="a picture of the cycles")
     args = options.parse_args()
     report = Report(args)
     table = report.table("One update, compiled for one chip", COLUMNS)
-    updates = []
     for name, model in models(args.layers).items():
         if is_chosen(name, args.model) if args.model else not model.specs:
             mesh = tpu_mesh(model, args.topology)
             told = not args.without_shardings
-            compiled = [*compile_updates(name, model, mesh, args.only, told=told)]
-            add_rows(table, compiled)
-            updates += compiled
+            add_rows(table, [*compile_updates(name, model, mesh, args.only, told=told)])
     report.write()
-    if args.png:
-        draw(args.png, updates)
 
 
 def is_chosen(name: str, parts: list[str]) -> bool:
@@ -247,25 +239,6 @@ def show_traffic(costs: Costs) -> str:
         for kind, traffic in sorted(costs.collectives.items())
     ]
     return "; ".join(kinds) or "none"
-
-
-def draw(file: Path, updates: list[Compiled]) -> None:
-    places = {
-        model: i for i, model in enumerate(dict.fromkeys(u.model for u in updates))
-    }
-    label = "Mcycles of one update, estimated, one TPU v5p chip"
-    with picture(file, xlabel=label) as axes:
-        for name, offset in {"ours": -0.2, "optax": 0.2}.items():
-            mine = [update for update in updates if update.implementation == name]
-            bars = axes.barh(
-                [places[update.model] + offset for update in mine],
-                [update.costs.cycles / 1e6 for update in mine],
-                height=0.4,
-                label=name,
-            )
-            axes.bar_label(bars, fmt="%.1f", padding=3)
-        axes.set_yticks(range(len(places)), list(places))
-        axes.invert_yaxis()
 
 
 if __name__ == "__main__":

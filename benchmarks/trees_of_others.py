@@ -17,8 +17,7 @@ from typing import Any
 
 import jax
 import optax
-from environment import environment
-from tables import Table
+from tables import parser, Report
 
 import muonclip_jax as mc
 
@@ -108,17 +107,17 @@ def _agree(answer: Sides, verdict: Sides, shape: Sequence[int]) -> bool:
 
 
 def main() -> None:
+    report = Report(parser(__doc__).parse_args())
     totals: dict[str, collections.Counter[str]] = {}
     for model in read_models():
         of_framework = totals.setdefault(model["framework"], collections.Counter())
         of_framework.update(models=1, **count(model["leaves"]))
     totals["all"] = sum(totals.values(), collections.Counter())
-    rows = [
-        (name, of["models"], *(of[column] for column in COLUMNS))
-        for name, of in totals.items()
-    ]
-    print(environment(), end="\n\n")
-    print(Table(("framework", "models", *COLUMNS), rows).markdown())
+    columns = {"framework": "", **dict.fromkeys(("models", *COLUMNS), "d")}
+    table = report.table("Leaves by names and shapes", columns)
+    for name, of in totals.items():
+        table.add(name, of["models"], *(of[column] for column in COLUMNS))
+    report.write()
 
 
 if __name__ == "__main__":

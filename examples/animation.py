@@ -23,7 +23,7 @@ from corpus import Corpus, VOCABULARY
 from flax import nnx
 from model import Transformer
 from tqdm import trange
-from train_lm import loss_fn
+from train_lm_loop import loss_fn
 
 import muonclip_jax as mc
 

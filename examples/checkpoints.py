@@ -71,6 +71,12 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
 
 
+def saved_step(folder: Path) -> int:
+    """Returns the step of the newest finished checkpoint, 0 if there is none."""
+    steps = ocp.utils.checkpoint_steps(folder.absolute()) if folder.exists() else []
+    return max(steps, default=0)
+
+
 def _check_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
     differing = [
         f"--{name.replace('_', '-')} was {saved.get(name)}, is {value}"

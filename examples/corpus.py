@@ -1,6 +1,5 @@
 """Text as bytes: this Python's own library by default, or any file."""
 
-import argparse
 import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -10,13 +9,6 @@ import numpy as np
 
 VOCABULARY = 256  # bytes
 _PIECE = 1 << 16  # every 16th piece of 64 KiB, or less of a short text, is held out
-
-
-def existing_file(name: str) -> Path:
-    """The type of `--data`."""
-    if not Path(name).is_file():
-        raise argparse.ArgumentTypeError(f"no such file: {name}")
-    return Path(name)
 
 
 class Corpus:

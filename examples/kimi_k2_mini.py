@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from corpus import Corpus, existing_file, VOCABULARY
+from corpus import Corpus, VOCABULARY
 from flax import nnx
 from kimi_k2_model import KimiK2, Sizes
 from kimi_k2_report import draw, History, summary
 from tqdm import trange
+from train_lm_options import existing_file
 
 import muonclip_jax as mc
 

@@ -20,7 +20,8 @@ import optax
 from corpus import Corpus
 from flax import nnx
 from tqdm import trange
-from train_lm import add_training_arguments, loss_fn, make_model, make_optimizer
+from train_lm_loop import loss_fn, make_model, make_optimizer
+from train_lm_options import add_training_arguments
 
 import muonclip_jax as mc
 

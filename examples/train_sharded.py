@@ -37,14 +37,8 @@ from loss_log import LossLog
 from processes import launch, launch_on_host
 from sharding import BATCH, check_divides, make_mesh, mesh_shape, shardings_of
 from tqdm import tqdm
-from train_lm import (
-    add_training_arguments,
-    loss_fn,
-    make_model,
-    make_optimizer,
-    Metrics,
-    positive,
-)
+from train_lm_loop import loss_fn, make_model, make_optimizer, Metrics
+from train_lm_options import add_training_arguments, positive
 
 import muonclip_jax as mc
 

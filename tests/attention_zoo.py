@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from layers import latent_layer
 
 import muonclip_jax as mc
 
@@ -135,8 +134,6 @@ class Stacked(nn.Module):
         return scanned(layer, x, None)[0]
 
 
-#: What LatentAttention is, described by hand.
-LATENT = latent_layer("", 4)
 CASES = {
     "latent": LatentAttention(),
     "latent, scanned": Stacked(LatentAttention),

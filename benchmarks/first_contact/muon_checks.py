@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import spectra
-from accuracy import Case
 from internals import solver
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
+from spectra import Case, synthetic
 
 import muonclip_jax as mc
 
@@ -125,7 +124,7 @@ def against_torch(scale: str, momentum: str, dtype: str) -> Compared:
 def newton_schulz_checks(width: int) -> Checks:
     """Every spectrum in every shape; the row has the worst for its bound."""
     spectra_by_name = {
-        name: matrix for name, matrix in spectra.synthetic().items() if name in SPECTRA
+        name: matrix for name, matrix in synthetic().items() if name in SPECTRA
     }
     gaussian = spectra_by_name["Gaussian"]
     inputs = {
@@ -152,7 +151,7 @@ def against_polynomial(method: Any, matrices: list[np.ndarray]) -> Compared:
     def compare(x: np.ndarray) -> Compared:
         case = Case(x, "keller")
         y = np.asarray(mc.newton_schulz(jnp.asarray(x), method=method))
-        return Compared(case.errors_of(y).relative, polynomial_bound(case))
+        return Compared(case.relative_error(y), polynomial_bound(case))
 
     return worst(map(compare, matrices))
 

@@ -20,7 +20,6 @@ from internals import solver
 from models import KIMI_K2_STAGE, llama, Stage
 from optax.contrib import MuonDimensionNumbers
 from optax_main import as_on_main
-from optimizer_step import CHAIN, chain
 
 import muonclip_jax as mc
 
@@ -58,6 +57,13 @@ TINY = Sizes(
 )
 #: Gradients, momentum and updates of both optimizers, params, and temporaries.
 COPIES = 10
+CHAIN = 4
+
+
+@jax.jit
+def chain(x: jax.Array) -> jax.Array:
+    """Several products: one alone would pay for the fresh memory of its result."""
+    return functools.reduce(jnp.matmul, [x] * (CHAIN + 1))
 
 
 def newton_schulz_flops(shapes: Shapes) -> float:

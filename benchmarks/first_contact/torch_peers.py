@@ -1,22 +1,15 @@
-"""Times against Muon of torch and the Gram Newton-Schulz of the Dao lab, on its GPU."""
+"""Times against Muon of torch, on its GPU."""
 
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from gpt2 import BLOCK, separate, Shapes, updates_by
 from models import Stage
 
-import muonclip_jax as mc
-
-from .rounding import normal, platform
+from .rounding import platform
 from .rows import Timed
 from .times import directions, newton_schulz_flops, Times
-
-
-STACK = 8  # matrices that the Dao lab's function gets at once
 
 
 def torch_muon(times: Times) -> Iterator[Timed]:
@@ -48,30 +41,6 @@ def against_torch(times: Times, name: str, shapes: Shapes) -> Iterator[Timed]:
     ours = updates_by(shapes, {"ours": directions(shapes)["ours"]})
     sides = ours | {f"torch.optim.Muon {torch.__version__}": finished(theirs.step)}
     yield from times.against(name, sides, newton_schulz_flops(shapes))
-
-
-def gram_newton_schulz(times: Times) -> Iterator[Timed]:
-    """The iteration alone, in both forms of theirs; both iterate in float16."""
-    if reason := missing("torch") or missing("gram_newton_schulz"):
-        yield Timed(f"gram_newton_schulz of the Dao lab: {reason}")
-        return
-    import torch  # pyright: ignore[reportMissingImports]
-    from gram_newton_schulz import (  # pyright: ignore[reportMissingImports]
-        GramNewtonSchulz,
-    )
-
-    shape = (STACK, *times.sizes.stage.shape)
-    x = normal(0, *shape).astype("bfloat16")
-    y = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    triples = [list(triple) for triple in mc.NS_COEFFS["keller"]]
-    sides: dict[str, Callable[[], Any]] = {
-        "ours": functools.partial(jax.jit(mc.newton_schulz), x)
-    }
-    for form, gram in (("gram", True), ("standard", False)):
-        iterate = GramNewtonSchulz(ns_coefficients=triples, use_gram_newton_schulz=gram)
-        sides[f"the Dao lab's, {form}"] = finished(functools.partial(iterate, y))
-    flops = newton_schulz_flops({"stack": shape})
-    yield from times.against(f"newton_schulz of {shape}", sides, flops)
 
 
 def missing(package: str) -> str | None:

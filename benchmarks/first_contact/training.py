@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from evidence.texts import text
+from language_models import drawn, gpt2
 from optax.contrib import MuonDimensionNumbers
 from optax_main import as_on_main
-from record_attention import gpt2
 
 import muonclip_jax as mc
 
@@ -84,7 +84,7 @@ def longer_than(alone: Trained, row: Trained) -> Trained:
 
 
 def gradient_row(model: Model, records: bool) -> Trained:
-    params = initial(model)
+    params = drawn(shapes_and_loss(model)[0])
     compiled = (
         jax.jit(gradient(model, records)).lower(params, batch(model, 0)).compile()
     )
@@ -100,7 +100,7 @@ def step_row(model: Model, name: str, optimizer: Optimizer) -> Trained:
         updates, state = optimizer.tx.update(grads, state, params, **given)
         return optax.apply_updates(params, updates), state, loss, stats
 
-    params = initial(model)
+    params = drawn(shapes_and_loss(model)[0])
     state = jax.jit(optimizer.tx.init)(params)
     program = jax.jit(step, donate_argnums=(0, 1))
     compiled = program.lower(params, state, batch(model, 0)).compile()
@@ -136,7 +136,7 @@ def gigabytes(compiled: Any) -> float:
 
 
 def optimizers(model: Model) -> dict[str, Optimizer]:
-    params = jax.eval_shape(lambda: initial(model))
+    params = jax.eval_shape(lambda: drawn(shapes_and_loss(model)[0]))
     rate = optax.linear_schedule(RATE / WARMUP, RATE, WARMUP)
     reading = mc.read_model(
         functools.partial(loss_of, model),
@@ -177,18 +177,6 @@ def gradient(model: Model, records: bool) -> Callable[..., Any]:
         return value, stats, grads
 
     return with_gradient
-
-
-def initial(model: Model) -> Any:
-    """Normal with GPT-2's deviation of 0.02, and gains of one."""
-    shapes, _ = shapes_and_loss(model)
-    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [
-        jnp.ones(shape) if len(shape) == 1 else 0.02 * jax.random.normal(key, shape)
-        for key, shape in zip(keys, leaves, strict=True)
-    ]
-    return treedef.unflatten(drawn)
 
 
 def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:

@@ -212,7 +212,8 @@ def axis_names(axis_name: Any) -> AxisNames:
     if axis_name is None:
         return ()
     names = tuple(axis_name) if isinstance(axis_name, list | tuple) else (axis_name,)
-    if not all(isinstance(name, Hashable) for name in names):
+    # JAX takes an integer for an axis of the array.
+    if any(isinstance(x, int) or not isinstance(x, Hashable) for x in names):
         raise ValueError(f"axis_name must be a name or a tuple of names: {axis_name!r}")
     return names
 

@@ -1,12 +1,14 @@
 """A function and its arguments as a jaxpr of the arrays among them."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from .._options import shown
 from .._parameters import paths
 from . import jaxprs
 
@@ -27,11 +29,17 @@ class Call(NamedTuple):
 def call_of(
     fun: Callable[..., Any], params: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[Call]:
-    """Traces a function on the arrays among its arguments; other arguments stay."""
+    """Traces a function on the arrays among its arguments; other arguments stay.
+
+    **Raises:** `ValueError` if the first argument is no function.
+    """
+    if not callable(fun):
+        raise ValueError(f"the function comes first, then the params; got {shown(fun)}")
     # Only code that imports Flax has objects of NNX; nobody else has to install it.
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
-        yield _traced(lambda p, x, named: fun(p, *x, **named), params, args, kwargs)
+        run = _named_as(fun, lambda p, x, named: fun(p, *x, **named))
+        yield _traced(run, params, args, kwargs)
     else:
         with nnx.update_context(__name__):
             yield _on_objects(nnx, fun, params, (args, kwargs))
@@ -80,7 +88,7 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
         is_same = now == graph and new == old and made == [None] * len(made)
         return split(module, objects, made), out, is_same
 
-    call = _traced(of_state, given, state, others)
+    call = _traced(_named_as(fun, of_state), given, state, others)
 
     def outputs(values: Sequence[Any]) -> Any:
         of_objects, out, is_same = call.outputs(values)
@@ -89,6 +97,11 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
         return joined(made, *out)
 
     return call._replace(outputs=outputs)
+
+
+def _named_as(fun: Any, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the stand-in for a function, whose name and line JAX's errors give."""
+    return functools.update_wrapper(stand_in, fun, assigned=(), updated=())
 
 
 def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
@@ -119,5 +132,13 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
         return structure.unflatten(out)
 
     values = [given[i] for i in at]
-    body = jaxprs.trace(of_arrays, *values)
+    try:
+        body = jaxprs.trace(_named_as(fun, of_arrays), *values)
+    except jax.errors.JAXTypeError as error:
+        error.add_note(
+            "The function is traced as under jax.jit: params and batch have shapes, "
+            "but no values. Write jnp.where or jax.lax.cond in place of an if on data; "
+            "bind what is no data with functools.partial."
+        )
+        raise
     return Call(tree, [i for i in at if i < end], body, values, outputs)

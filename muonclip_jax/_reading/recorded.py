@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .._attention.logits import without_bias
 from .._axes import varying
 from .._model.statistics import largest, largest_of_devices, STATISTIC
-from .._options import flag
+from .._options import flag, shown
 from . import jaxprs, kernels
 from .attention import Layer
 from .calls import Call, call_of
@@ -67,7 +67,8 @@ def record_attention(
     leaf `<path of the layer>/max_logits` for each layer of `read_model(...).attention`.
     The shape is `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
 
-    **Raises:** `ValueError`, with file and line, if logits cannot be recorded.
+    **Raises:** `ValueError` if `fun` is no function, or returns no pair with `has_aux`;
+    and, with file and line, if logits cannot be recorded.
 
     !!! example
 
@@ -83,8 +84,9 @@ def record_attention(
         >>> stats
         {'max_logits': Array([256., 256.], dtype=float32)}
     """
-
     has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
+    if not callable(fun):
+        raise ValueError(f"record_attention needs a function, got {shown(fun)}")
 
     @functools.wraps(fun)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +97,15 @@ def record_attention(
             )
         with call_of(fun, *args, **kwargs) as call:
             out, stats = _run(call, strict)
-        return (out[0], (out[1], stats)) if has_aux else (out, stats)
+        if not has_aux:
+            return out, stats
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            raise ValueError(
+                "has_aux=True: the function must return (out, aux), and returned "
+                f"{shown(out)}. Without aux, leave has_aux out of record_attention, "
+                "but not of jax.value_and_grad"
+            )
+        return out[0], (out[1], stats)
 
     return recorded
 

@@ -68,7 +68,7 @@ class Site:
             # This repeats the maximum of the softmax, and adds a sum along the same
             # axes to find NaN. By XLA's count on CPU it costs 3.9 % of the bytes of
             # GPT-2 at 4 layers of 256, and 1.2 % without the sum
-            # (benchmarks/record_attention.py). The softmax's own maximum would be free,
+            # (benchmarks/attention_statistics.py). The softmax's own maximum would be free,
             # but a row that sees no key makes it NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
         axes = [i for i in range(x.ndim) if i not in self.dims]

@@ -3,14 +3,16 @@
 import importlib
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
+from evidence.lab import Lab
 from evidence.page import anchor, QUESTIONS
 from evidence.plan import Plan
 from evidence.report import write_report
 from evidence.run import Run
-from helpers import few
+from helpers import few, ROOT
 from reproduce import EXPERIMENTS
 
 
@@ -200,3 +202,18 @@ def test_an_experiment_that_fails_does_not_take_the_others_along(tmp_path):
     report = details.read_text()
     assert "| overhead | failed: KeyError('width') |" in report
     assert "## No harm" in report
+
+
+@pytest.mark.more
+def test_the_committed_pages_are_those_of_the_committed_runs(tmp_path):
+    """`python benchmarks/reproduce.py` writes them."""
+    results = tmp_path / "evidence" / "results"
+    results.mkdir(parents=True)
+    for file in (ROOT / "benchmarks" / "evidence" / "results").glob("*.jsonl"):
+        shutil.copy(file, results)
+    pages = "report.md", "evidence/experiments.md"
+    lab = Lab(results, trains=False)
+    files = [tmp_path / page for page in pages]
+    write_report(*files, EXPERIMENTS, lab, Plan(figures=results))
+    for page, file in zip(pages, files, strict=True):
+        assert file.read_text() == (ROOT / "benchmarks" / page).read_text()

@@ -2,12 +2,12 @@
 
 import gpu_program
 from gpu_chips import Chip
-from gpu_program import exchanges, share_during_products, share_hidden, work_by_kind
+from gpu_program import exchanged_bytes, work_by_kind
 from hlo_program import parse
 
 
 #: One product a second, one byte a second.
-SLOW = Chip("slow", 9, 1, 1.0, 1, 1, 1, products=1.0, copies=1.0, link=1.0)
+SLOW = Chip("slow", 9, 1, 1.0, 1, 1, 1, products=1.0, copies=1.0)
 
 GEMM = (
     'custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers":'
@@ -64,10 +64,5 @@ def test_work_of_a_program(monkeypatch):
     assert work["all-to-all"].launches == 2
 
 
-def test_exchanges_during_products(monkeypatch):
-    monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.0)
-    found = exchanges(parse(PROGRAM), SLOW._replace(copies=4.0, products=4.0))
-    assert found == [("all-to-all", 16, 16, 10), ("all-to-all", 16, 16, 0)]
-    assert share_during_products(found) == 0.5
-    assert share_hidden(found) == 10 / 32
-    assert share_hidden([]) is share_during_products([]) is None
+def test_what_exchanges_send():
+    assert exchanged_bytes(parse(PROGRAM)) == 16 + 16

@@ -2,27 +2,19 @@
 
 import argparse
 import json
+import re
 
 import gpt2
 import helpers
 import jax
 import jax.extend.core
 import pytest
+import tables
 from alternating import alternate, compare
+from helpers import ROOT
 from optax_main import RELEASED
-from optimizer_step import needed_flops
-from tables import Report, Table
-
-
-def test_needed_flops_are_those_counted_by_hand():
-    cube = 2 * 192**3
-    square = 5 * 3 * cube  # X X^T, its square, and the product with X, five times
-    stack = {"a": (2, 192, 192), "b": (192, 192)}
-    assert needed_flops(stack) == pytest.approx(3 * square, rel=0.02)
-    # Two passes, each X X^T and Q X. Steps take 4 products of m^3; the first of a pass
-    # lacks the one with Q before it, and the last the two for the next X X^T.
-    wide = 2 * 2 * (4 * cube) + (3 * 4 - 3 + 2 * 4 - 3) * cube
-    assert needed_flops({"c": (768, 192)}) == pytest.approx(wide, rel=0.02)
+from reading import kept as of_reading
+from tables import pages, Report, Table, with_tables
 
 
 def test_ratios_are_of_neighbors():
@@ -73,7 +65,11 @@ def test_tables_come_back_from_the_file(tmp_path, capsys):
     assert written["environment"] == printed.splitlines()[0]
     assert written["arguments"] == {"json": str(file), "repeats": 3}
     (read,) = written["tables"]
-    assert read["title"] == "Times" and read["columns"] == ["case", "seconds", "share"]
+    assert read["title"] == "Times" and read["columns"] == {
+        "case": "",
+        "seconds": ".2f",
+        "share": ".0%",
+    }
     assert read["rows"] == [["first", 1 / 3, 0.5], ["second", None, 1]]
 
 
@@ -85,3 +81,51 @@ def test_a_table_as_markdown():
     table.add("too", "many", "cells")
     with pytest.raises(ValueError):
         table.markdown()
+
+
+def test_tables_of_pages_are_those_of_results():
+    """`python benchmarks/tables.py` writes them."""
+    texts = {page: page.read_text() for page in pages()}
+    stale = [page for page, text in texts.items() if with_tables(text) != text]
+    assert not stale
+    assert sum(text.count("\n<!-- table") for text in texts.values()) > 8
+
+
+def test_a_page_gets_the_rows_and_columns_that_it_names(tmp_path, monkeypatch):
+    columns = {"case": "", "kind": "", "s": ".1f"}
+    rows = [["one", "a", 1.04], ["one", "b", 2], ["oneself", "a", None]]
+    content = {"tables": [{"title": "Times", "columns": columns, "rows": rows}]}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = "before\n<!-- table run Times {}-->\nold\n<!-- end of table -->\nafter"
+
+    def shown(options):
+        lines = with_tables(page.format(options)).splitlines()
+        assert lines[0] == "before" and lines[-2:] == ["<!-- end of table -->", "after"]
+        return lines[3:-3]
+
+    assert shown("")[2:] == [
+        "| one | a | 1.0 |",
+        "| one | b | 2.0 |",
+        "| oneself | a | - |",
+    ]
+    part = shown('rows="one; " columns="s; kind" ')
+    assert part == ["| s | kind |", "| --- | --- |", "| 1.0 | a |", "| 2.0 | b |"]
+    for options in ('columns="ms" ', 'rows="two" '):
+        with pytest.raises(ValueError, match="no column|no row"):
+            shown(options)
+    with pytest.raises(ValueError, match="no 'Time'"):
+        with_tables(page.format("").replace("Times", "Time"))
+
+
+def test_the_readme_has_the_counts_of_the_readings_and_the_shares_of_the_report():
+    readme = (ROOT / "README.md").read_text()
+    of = of_reading.totals()
+    right = f"{of['right']:,} of {of['leaves']:,} in {of['models']} models"
+    assert right in readme and of["wrong"] == 0
+    report = (ROOT / "benchmarks/report.md").read_text()
+    of_text = dict.fromkeys(("code", "prose"))
+    for name in of_text:
+        share, half = re.search(rf"(\d+)% ± (\d+)% \({name}\)", report).groups()
+        of_text[name] = f"{share} ± {half} % ({name})"
+    assert f"{' and '.join(of_text.values())} of the tokens" in readme

@@ -152,6 +152,71 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("step", [1, 6, 11])
+def test_an_interruption_says_what_is_saved(text, tmp_path, step):
+    """Muon is done, MuonClip saves at 4, 8 and 12, and AdamW has not begun."""
+    arguments = [*SMALL, "--data", text, "--out", tmp_path / "run"]
+    script = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import corpus, train_lm
+batch, calls = corpus.Corpus.batch, []
+def interrupted(self, *shape, **at):
+    calls.append(at)
+    if len(calls) > 12 + {step}:
+        raise KeyboardInterrupt
+    return batch(self, *shape, **at)
+corpus.Corpus.batch = interrupted
+sys.argv = {["train_lm.py", *map(str, arguments)]!r}
+train_lm.main()
+"""
+    result = run_script("-c", script, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    saved = step // 4 * 4
+    place = f"saved at step {saved} of 12" if saved else "nothing is saved"
+    said = f"muon: done, muonclip: {place}, adamw: nothing is saved"
+    assert f"stopped. {said}. To go on from there: " in result.stderr
+    assert f"--out {tmp_path / 'run'} --resume" in result.stderr
+    resumed = run("train_lm.py", *arguments, "--resume")
+    assert f"going on. {said}\n" in resumed.stdout
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    for history in results.values():
+        assert [record["step"] for record in history] == [4, 8, 12]
+
+
+@pytest.mark.more
+def test_an_interruption_before_the_first_checkpoint_says_so(text, tmp_path):
+    script = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import corpus, train_lm
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+corpus.Corpus.batch = interrupted
+sys.argv = {["train_lm.py", *SMALL, "--data", str(text), "--out", str(tmp_path)]!r}
+train_lm.main()
+"""
+    result = run_script("-c", script, check=False)
+    assert result.returncode == 1 and "--resume" not in result.stderr
+    assert "stopped before the first checkpoint: nothing is saved" in result.stderr
+
+
+def test_arguments_are_answered_before_jax_is_imported():
+    script = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+sys.argv = ["train_lm.py", "--stops=3"]
+import train_lm
+try:
+    train_lm.main()
+finally:
+    assert not {{"jax", "numpy"}} & {{*sys.modules}}
+"""
+    result = run_script("-c", script, check=False)
+    assert result.returncode == 2 and "unrecognized arguments: --stops" in result.stderr
+
+
+@pytest.mark.more
 def test_linen_example():
     result = run("train_lm_linen.py", "--steps", "6", "--batch-size", "4")
     assert "max logit" in result.stdout

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import train_lm
+import train_lm_loop as train_lm
 import train_pmap
 from flax import nnx
 from helpers import EXAMPLES, run_script

@@ -211,11 +211,3 @@ def test_flags_that_do_not_fit(monkeypatch, flags, message):
     with pytest.raises(SystemExit, match=message) as error:
         train_sharded.main()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.more
-def test_error_is_one_line(command, tmp_path):
-    flags = command(tmp_path / "run", "--simulate-devices=2", "--fsdp=3")
-    result = subprocess.run(**flags, capture_output=True, text=True)
-    assert result.returncode and len(result.stderr.splitlines()) == 1
-    assert "--fsdp 3" in result.stderr

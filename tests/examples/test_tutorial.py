@@ -6,10 +6,10 @@ import json
 import nbformat
 import numpy as np
 import pytest
-from certify import image
 from corpus import Corpus
 from helpers import EXAMPLES, script_environment
 from nbclient import NotebookClient
+from spectra import image
 
 import muonclip_jax as mc
 

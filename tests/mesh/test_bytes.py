@@ -9,8 +9,16 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_on_mesh import LAYOUTS, make, placed, traffic
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 RECORD = pathlib.Path(__file__).parents[1] / "data" / "exchanges.json"
@@ -44,6 +52,37 @@ def test_an_update_sends_no_more_than_on_record(layout):
     left_open = sum(bytes_of(layout, False).values())
     assert left_open <= 1.25 * sum(known["nothing said"].values())
     assert left_open > 0
+
+
+def sent(axes, shape, spec, sizes):
+    """Bytes that one device sends in an update of one leaf."""
+    names = tuple(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), names, axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, spec)
+    tx = mc.scale_by_muon(dimension_numbers={"w": axes}, shardings={"w": sharding})
+    w = {"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}
+    state = jax.eval_shape(tx.init, w)
+    state = state._replace(mu=w)
+    found = traffic(jax.jit(tx.update).lower(w, state).compile())
+    return sum(x.bytes for x in found.values())
+
+
+def test_heads_that_tensor_parallelism_cuts_are_not_exchanged():
+    """Every device has whole heads: nothing is sent, with FSDP its part alone."""
+    flat, heads = (32, 64), (32, 8, 8)
+    apart = mc.MatrixAxes(0, 1, head_dim=8)
+    tensor = {"fsdp": 1, "tensor": 8}
+    assert sent(apart, flat, P(None, "tensor"), tensor) == 0
+    assert sent(mc.MatrixAxes(0, 1), flat, P(None, "tensor"), tensor) > 0
+    # A flat kernel is cut as one whose heads have an axis.
+    both = {"fsdp": 4, "tensor": 2}
+    of_axis = sent(mc.MuonDimensionNumbers(0, 2), heads, P("fsdp", "tensor"), both)
+    assert sent(apart, flat, P("fsdp", "tensor"), both) == of_axis
+    # There and back: a device's block of 8 x 32 numbers.
+    assert 0 < of_axis <= 2 * 4 * 8 * 32
+    # An interleaved kernel has query, key and value of a head side by side.
+    fused = mc.MatrixAxes(0, 1, parts=(4, 4, 4), head_dim=4, groups=8)
+    assert sent(fused, (32, 96), P(None, "tensor"), tensor) == 0
 
 
 if __name__ == "__main__":

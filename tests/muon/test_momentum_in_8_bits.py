@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from helpers import few, more, normal
 from hypothesis import given, settings
@@ -31,17 +30,17 @@ SPECTRA = {
 }
 
 LEAVES = {
-    "up": ((96, 160), Numbers(0, 1), P("a", "b")),
-    "query": ((96, 4, 40), Numbers(0, (1, 2)), P("a", "b")),
-    "out": ((4, 40, 96), Numbers((0, 1), 2), P("b", None, "a")),
-    "heads": ((100, 4, 140), Numbers(0, 2), P("a", "b")),
-    "experts": ((4, 160, 96), Numbers(1, 2), P("a", None, "b")),
-    "odd": ((100, 257), Numbers(0, 1), P("a")),
-    "small": ((4, 6), Numbers(0, 1), P("b", "a")),
+    "up": ((96, 160), Numbers(0, 1)),
+    "query": ((96, 4, 40), Numbers(0, (1, 2))),
+    "out": ((4, 40, 96), Numbers((0, 1), 2)),
+    "heads": ((100, 4, 140), Numbers(0, 2)),
+    "experts": ((4, 160, 96), Numbers(1, 2)),
+    "odd": ((100, 257), Numbers(0, 1)),
+    "small": ((4, 6), Numbers(0, 1)),
 }
-NUMBERS = {name: numbers for name, (_, numbers, _) in LEAVES.items()}
+NUMBERS = {name: numbers for name, (_, numbers) in LEAVES.items()}
 PARAMS = {
-    name: normal(i, *shape) for i, (name, (shape, *_)) in enumerate(LEAVES.items())
+    name: normal(i, *shape) for i, (name, (shape, _)) in enumerate(LEAVES.items())
 }
 
 
@@ -150,7 +149,7 @@ def naive_decode(codes, scales, view):
 
 @pytest.mark.parametrize("name", few(LEAVES, "heads", "odd"))
 def test_codes_are_what_the_formula_says(name):
-    shape, numbers, _ = LEAVES[name]
+    shape, numbers = LEAVES[name]
     view = matrix_view(shape, numbers)
     momentum = normal(3, *shape) + 10 * normal(4, shape[0], *[1] * (len(shape) - 1))
     codes, scales, decoded = coded(momentum, view)
@@ -190,13 +189,13 @@ def test_what_is_not_finite_stays_so():
         assert not np.isfinite(decoded[3, 5])
 
 
-def walk(tx, steps, names=tuple(LEAVES), place=lambda tree: tree):
-    params = place({name: PARAMS[name] for name in names})
+def walk(tx, steps, names=tuple(LEAVES)):
+    params = {name: PARAMS[name] for name in names}
     state = tx.init(params)
     update = jax.jit(tx.update)
     for step in range(steps):
         grads = grads_at(step)
-        grads = place({name: grads[name] for name in names})
+        grads = {name: grads[name] for name in names}
         updates, state = update(grads, state, params)
     return updates, state
 
@@ -213,38 +212,6 @@ def test_every_layout_of_axes(nesterov, names):
     for name in names:
         assert cosine(updates[name], expected[name]) > 0.99, name
         assert state.mu[name].dtype == jnp.int8
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("kind", [more(AxisType.Auto), AxisType.Explicit])
-def test_on_a_mesh(kind, tmp_path):
-    """As on one device but for the last code; and restored on another mesh."""
-    names = ("up", "query", "experts", "odd")
-    numbers = {name: NUMBERS[name] for name in names}
-    tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=numbers)
-    alone, single = walk(tx, 5, names)
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
-    shardings = {name: NamedSharding(mesh, LEAVES[name][-1]) for name in names}
-    with jax.set_mesh(mesh):
-        tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=numbers)
-        place = functools.partial(jax.device_put, device=shardings)
-        updates, state = walk(tx, 5, names, place)
-    for name, x in updates.items():
-        assert cosine(x, alone[name]) > 0.9999, name
-        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-        assert state.mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
-    rows, columns, (left, right) = state.scales["up"]
-    for x in (rows, left.codes):
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
-    for x in (columns, right.codes):
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "b")), 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(
-            tmp_path / "step", jax.eval_shape(lambda: single)
-        )
-    chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
 
 
 def test_no_matrix_is_gathered_to_be_coded():

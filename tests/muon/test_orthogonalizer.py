@@ -215,12 +215,3 @@ def test_values():
     np.testing.assert_array_equal(
         mc.NewtonSchulz("cubic5").orthogonalize(x), mc.newton_schulz(x, "cubic5")
     )
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_first_steps_of_a_schedule(steps):
-    x = PARAMS["wide"]
-    first = mc.NS_COEFFS["polar_express"][:steps]
-    np.testing.assert_array_equal(
-        mc.newton_schulz(x, "polar_express", steps=steps), mc.newton_schulz(x, first)
-    )

@@ -64,25 +64,6 @@ def test_deepseek_schedule_reaches_the_polar_factor(method):
     assert relative_error(y, u @ vt) < 2e-3
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize(
-    "spectrum", ["gaussian", "power law", "rank one", "ill-conditioned"]
-)
-def test_methods_stay_near_the_polynomial_for_hard_spectra(method, spectrum):
-    k = 32
-    values = {
-        "gaussian": np.abs(np.random.default_rng(0).normal(size=k)),
-        "power law": 1 / np.arange(1, k + 1),
-        "rank one": np.eye(k)[0],
-        "ill-conditioned": np.geomspace(1, 1e-8, k),
-    }[spectrum]
-    x = matrix_of(values, k, 128)
-    y = np.asarray(mc.newton_schulz(jnp.asarray(x, jnp.float32), method=method))
-    # float32 lifts the smallest singular values by the slope of the polynomial, 485.
-    assert relative_error(y, polynomial_of(x, mc.NS_COEFFS["keller"])) < 0.02
-    assert np.linalg.norm(y, 2) < 1.21
-
-
 def test_dtype_sets_the_iteration_and_not_the_result():
     x = jnp.asarray(matrix_of(np.geomspace(1, 0.05, 24), 24, 40), jnp.float32)
     low, high = mc.newton_schulz(x, dtype=jnp.bfloat16), mc.newton_schulz(x)
@@ -193,27 +174,6 @@ def test_one_compilation_per_distinct_shape(caplog):
             mc.newton_schulz(y)
         compiled.append(caplog.text.count("Compiling"))
     assert compiled == [1, 0, 1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "x, options, message",
-    [
-        (jnp.ones(3), {}, r"matrices .*\(3,\)"),
-        (jnp.ones((3, 3), int), {}, "int32"),
-        (jnp.ones((3, 3)), {"method": "qr"}, "unknown method 'qr'"),
-        (jnp.ones((3, 3)), {"preconditioning": "qr"}, "preconditioning 'qr'"),
-        (
-            jnp.ones((3, 3)),
-            {"dtype": "int8"},
-            "dtype must be a float dtype, .* got 'int8'",
-        ),
-        (jnp.ones((3, 3)), {"steps": 0}, "at least 1"),
-        (jnp.ones((3, 3)), {"coeffs": (1.0, 2.0)}, "one triple"),
-    ],
-)
-def test_bad_input_is_refused(x, options, message):
-    with pytest.raises(ValueError, match=message):
-        mc.newton_schulz(x, **options)
 
 
 @pytest.mark.more

@@ -67,15 +67,6 @@ def test_replicas_under_pmap():
     np.testing.assert_array_equal(largest, 800)
 
 
-def test_one_collective_for_all_layers():
-    mapped = jax.vmap(clip, axis_name="data")
-    jaxpr = str(jax.make_jaxpr(jax.pmap(clip, axis_name="data"))(STATS))
-    assert jaxpr.count("pmax[") == 1
-    chex.assert_trees_all_close(
-        mapped(STATS)[0], jax.pmap(clip, axis_name="data")(STATS)[0], rtol=1e-6
-    )
-
-
 def test_nan_on_one_replica_leaves_the_head_alone_on_all():
     stats = {"a": {"max_logits": ROWS.at[0, 0].set(jnp.nan)}, "b": STATS["b"]}
     params, _ = jax.pmap(clip, axis_name="data")(stats)

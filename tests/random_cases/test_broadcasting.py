@@ -116,7 +116,7 @@ def visible(arrays, options, full):
 
 
 def reference(arrays, options):
-    """In float64: output, statistic and which pairs are seen."""
+    """In float64: output and statistic."""
     query, key, value = (
         np.asarray(arrays[name], np.float64) for name in ("query", "key", "value")
     )
@@ -131,26 +131,18 @@ def reference(arrays, options):
     weights = weights / np.where(total > 0, total, 1)
     others = tuple(a for a in range(logits.ndim) if a != logits.ndim - 3)
     largest = logits.max(others, initial=-np.inf)
-    return np.einsum("...hqk,...khd->...qhd", weights, value), largest, seen
+    return np.einsum("...hqk,...khd->...qhd", weights, value), largest
 
 
 def compare(name, result, expected):
-    output, largest, seen = expected
+    output, largest = expected
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     if name == "max_logits":
         return close(result, largest)
     if name == "attention_fn":
         return close(result, output)
-    if name == "blockwise_attention":
-        close(result[0], output)
-        return close(result[1], largest)
-    # jax.nn averages all values where a query sees no key.
-    rows = np.swapaxes(seen.any(-1), -1, -2)
-    close(np.asarray(result[0])[rows], output[rows])
-    some = np.isfinite(largest)
-    most = largest + np.log(seen.shape[-1])
-    assert (result[1] >= largest - 1e-5)[some].all(), "under the largest logit"
-    assert (result[1] <= most + 1e-5)[some].all(), "more than a bound"
+    close(result[0], output)
+    return close(result[1], largest)
 
 
 def check(seed):

@@ -3,11 +3,9 @@
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,10 +31,8 @@ def draw(generator):
         "layout": pick(generator, "heads", "flat", "fused"),
         "repeats": chance(generator, 0.5),  # keys, or queries are grouped
         "normed": chance(generator, 0.3),
-        "mlp": chance(generator, 0.5),
         "stacked": is_stacked,
         "apart": () if is_stacked else tuple(range(pick(generator, 1, 1, 2))),
-        "style": pick(generator, "function", "function", "NNX", "Linen"),
         "per_head": pick(generator, None, False),
         "differentiated": chance(generator, 0.3),
     }
@@ -54,8 +50,6 @@ def shapes_of(case):
     layer["d"] = heads * HEAD_DIM, WIDTH
     if case["normed"]:
         layer |= {"gain_a": (HEAD_DIM,), "gain_b": (HEAD_DIM,)}
-    if case["mlp"]:
-        layer |= {"e": (WIDTH, 16), "f": (16, WIDTH)}
     if case["stacked"]:
         layers = {f"layers_{n}": (2, *shape) for n, shape in layer.items()}
     else:
@@ -96,48 +90,15 @@ def layer(case, p, x, summed):
     hidden = jnp.triu(jnp.ones(logits.shape[-2:], bool), 1)
     weights = jax.nn.softmax(jnp.where(hidden, -jnp.inf, logits))
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
-    x = x + summed(out.reshape(*x.shape[:2], -1) @ p["d"])
-    return x + jax.nn.gelu(unit(x) @ p["e"]) @ p["f"] if case["mlp"] else x
+    return x + summed(out.reshape(*x.shape[:2], -1) @ p["d"])
 
 
 def unit(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-class LinenNet(nn.Module):
-    case: dict
-
-    @nn.compact
-    def __call__(self, x):
-        zeros, shapes = nn.initializers.zeros, shapes_of(self.case)
-        params = {n: self.param(n, zeros, shape) for n, shape in shapes.items()}
-        return forward(self.case, params, x)
-
-
-class NNXNet(nnx.Module):
-    def __init__(self, case, params):
-        self.case, self.names = tuple(case.items()), tuple(params)
-        for name, x in params.items():
-            setattr(self, name, nnx.Param(x))
-
-    def __call__(self, x):
-        params = {name: getattr(self, name)[...] for name in self.names}
-        return forward(dict(self.case), params, x)
-
-
 def loss_of(case):
-    """A function of a dict of params, by way of a library's module."""
-
-    def loss(params, x):
-        if case["style"] == "Linen":
-            y = LinenNet(case).apply({"params": params}, x)
-        elif case["style"] == "NNX":
-            y = NNXNet(case, params)(x)
-        else:
-            y = forward(case, params, x)
-        return jnp.mean(y * y)
-
-    return loss
+    return lambda params, x: jnp.mean(forward(case, params, x) ** 2)
 
 
 def in_shard_map(case, mesh, specs, check_vma):

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from pieces_of_cases import (
     array,
@@ -77,15 +76,6 @@ def a_temperature_for_each_layer_backwards(p, x):
     layers = {n: p[n] for n in p if n != "head"}
     x, _ = jax.lax.scan(layer, x, layers, reverse=True)
     return x @ p["head"]
-
-
-@case("q k v o 1|2; head head", STACK, X, attention="read")
-def layers_in_a_loop_by_index(p, x):
-    def step(i, x):
-        at = {n: jax.lax.dynamic_index_in_dim(p[n], i, keepdims=False) for n in "qkvo"}
-        return _layer(at, x)
-
-    return jax.lax.fori_loop(0, 2, step, x) @ p["head"]
 
 
 @case("q k v o 1|2; head head", STACK, X, attention="read")
@@ -272,12 +262,6 @@ def _scanned(p, x, attend):
 
 
 # What looks like attention.
-
-
-@case("up 0|1", weights(up=(D, 8)), array("i", 6, D), np.eye(6, dtype=np.float32))
-def contrast_with_soft_targets(p, x, targets):
-    y = x @ p["up"]
-    return -jnp.sum(targets * jax.nn.log_softmax(y @ y.T))
 
 
 @case(

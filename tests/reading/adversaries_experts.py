@@ -25,29 +25,9 @@ def _moe(p, x, experts):
     return (x + experts(p, x)) @ p["head"]
 
 
-@case(EXPERTS, MOE, X)
-def experts_gathered_for_each_token(p, x):
-    def experts(p, x):
-        weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-        y = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, p["wi"][chosen]))
-        return jnp.einsum("btkf,btkfd,btk->btd", y, p["wo"][chosen], weight)
-
-    return _moe(p, x, experts)
-
-
 def _two_largest(p, x):
     weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
     return (jax.nn.one_hot(chosen, 4) * weight[..., None]).sum(-2)
-
-
-@case(EXPERTS, MOE, X)
-def experts_weighed_before_the_down_product(p, x):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        y = y * _two_largest(p, x)[..., None]
-        return jnp.einsum("btef,efd->btd", y, p["wo"])
-
-    return _moe(p, x, experts)
 
 
 @case(EXPERTS, MOE, X)
@@ -66,32 +46,6 @@ def experts_with_a_capacity(p, x):
 
 
 @case(
-    "inner 0|1; router router; w 1|2; head head",
-    weights(inner=(D, D), router=(D, 4), w=(4, D, D), head=(D, C)),
-    X,
-)
-def experts_by_sorting(p, x):
-    x = jax.nn.gelu(x @ p["inner"]).reshape(-1, D)
-    of = jnp.argmax(x @ p["router"], -1)
-    order = jnp.argsort(of)
-    y = jax.lax.ragged_dot(x[order], p["w"], jnp.bincount(of, length=4))
-    return (x + y[jnp.argsort(order)]) @ p["head"]
-
-
-@case(EXPERTS, MOE, X)
-def experts_that_choose_tokens(p, x):
-    def experts(p, x):
-        flat = x.reshape(-1, D)
-        gate = jax.nn.softmax(flat @ p["router"])
-        weight, chosen = jax.lax.top_k(gate.T, 3)
-        y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", flat[chosen], p["wi"]))
-        y = jnp.einsum("ecf,efd->ecd", y, p["wo"]) * weight[..., None]
-        return jnp.zeros_like(flat).at[chosen].add(y).reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(
     "router router; a b 0|1; head head",
     weights(router=(D, 2), a=(D, D), b=(D, D), head=(D, C)),
     X,
@@ -100,16 +54,6 @@ def experts_by_a_branch(p, x):
     of = jnp.argmax(x.mean((0, 1)) @ p["router"])
     y = jax.lax.switch(of, [lambda: x @ p["a"], lambda: jax.nn.gelu(x @ p["b"])])
     return (x + y) @ p["head"]
-
-
-@case(EXPERTS, MOE, X)
-def experts_mixed_softly(p, x):
-    def experts(p, x):
-        gate = jax.nn.softmax(x @ p["router"])
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], gate)
-
-    return _moe(p, x, experts)
 
 
 @case(

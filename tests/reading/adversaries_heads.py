@@ -23,31 +23,7 @@ from pieces_of_cases import (
 )
 
 
-@case(SAYS + "; mix 0|1~1|0~vector", one(mix=(H, H)), X, attention="said", scaled="mix")
-def talking_heads_before(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bhqk,hg->bgqk", scores(q, k), p["mix"])
-    return end(p, x, mixed(soft(logits), v))
-
-
-@case("q o 0|1; k v 0|1; head head", one(k=(D, K), v=(D, K)), X, attention="read")
-def one_key_for_all(p, x):
-    q, k, v = cut(x @ p["q"]), x @ p["k"], x @ p["v"]
-    w = soft(jnp.einsum("bqhd,bkd->bhqk", q, k) * K**-0.5)
-    y = jnp.einsum("bhqk,bkd->bqhd", w, v)
-    return end(p, x, y.reshape(B, T, D))
-
-
 GROUPED = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
-
-
-@case(SAYS, GROUPED, X, attention="read")
-def groups_by_reshape(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-    q = q.reshape(B, T, 2, 2, 4)
-    w = soft(jnp.einsum("bqgrd,bkgd->bgrqk", q, k) * 0.5, heads=(-4, -3))
-    y = jnp.einsum("bgrqk,bkgd->bqgrd", w, v)
-    return end(p, x, y.reshape(B, T, 16))
 
 
 @case(SAYS, GROUPED, X, attention="read")
@@ -76,12 +52,6 @@ def tied_query_and_key_with_gains(p, x):
     return end(p, x, mixed(soft(scores(y * p["q_gain"], y * p["k_gain"])), v))
 
 
-@case("q o kv 0|1; head head", one(k=None, v=None, kv=(D, D)), X, attention="read")
-def tied_key_and_value(p, x):
-    q, k = cut(x @ p["q"]), cut(x @ p["kv"])
-    return end(p, x, mixed(soft(scores(q, k)), k))
-
-
 @case(
     "kv q o 0|1; k_up any; v_up any; k_rope q_rope 0|1; head head",
     one(
@@ -106,20 +76,6 @@ def latent_with_rotary_parts(p, x):
 
 
 @case(
-    "kv q o 0|1; k_up any; v_up any; head head",
-    one(k=None, v=None, kv=(D, 6), k_up=(6, H, K), v_up=(6, H, K)),
-    X,
-    attention="read",
-)
-def latent_absorbed_into_the_query(p, x):
-    q, latent = cut(x @ p["q"]), x @ p["kv"]
-    q = jnp.einsum("bqhk,chk->bqhc", q, p["k_up"])
-    w = soft(jnp.einsum("bqhc,bkc->bhqk", q, latent))
-    y = jnp.einsum("bhqk,bkc,chd->bqhd", w, latent, p["v_up"])
-    return end(p, x, y.reshape(B, T, D))
-
-
-@case(
     "q1 q2 k1 k2 v o 0|1; mix vector; head head",
     one(q=None, k=None, q1=(D, D), q2=(D, D), k1=(D, D), k2=(D, D), mix=(H,)),
     X,
@@ -133,18 +89,6 @@ def difference_of_two_softmaxes(p, x):
 
 
 # Loops of heads, and of everything else.
-
-
-@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="said")
-def heads_and_biases_sliced_in_a_python_loop(p, x):
-    ys = []
-    for h in range(H):
-        own = slice(h * K, (h + 1) * K)
-        q = x @ p["q"][:, own] + p["q_bias"][own]
-        k = x @ p["k"][:, own] + p["k_bias"][own]
-        w = soft(q @ k.mT, heads=(), layer="all", merge="heads")
-        ys.append(w @ (x @ p["v"][:, own]))
-    return end(p, x, jnp.concatenate(ys, -1))
 
 
 def _one_head(q, k, v):
@@ -163,19 +107,4 @@ def heads_in_a_fori_loop(p, x):
         return jax.lax.dynamic_update_index_in_dim(y, _one_head(*own), h, 2)
 
     y = jax.lax.fori_loop(0, H, step, jnp.zeros_like(v))
-    return end(p, x, y.reshape(B, T, D))
-
-
-@case(
-    "q k v 1|2~1|02; o 0|1; head head",
-    one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
-    X,
-    attention="read",
-)
-def heads_by_vmap(p, x):
-    def head(q, k, v):
-        q, k, v = x @ q, x @ k, x @ v
-        return soft(q @ k.mT * K**-0.5, heads=-4) @ v
-
-    y = jax.vmap(head, out_axes=2)(p["q"], p["k"], p["v"])
     return end(p, x, y.reshape(B, T, D))

@@ -18,7 +18,6 @@ from pieces_of_cases import (
     scores,
     soft,
     T,
-    unit,
     weights,
     X,
 )
@@ -34,11 +33,6 @@ def mlp(p, x, up, down=None):
     return (x + jax.nn.gelu(x @ up) @ down) @ p["head"]
 
 
-@case(SAYS, MLP, X, gains(F))
-def scales_of_columns_among_the_arguments(p, x, scale):
-    return mlp(p, x, p["up"] * scale)
-
-
 @case(SAYS, MLP, X, MASK)
 def mask_among_the_arguments(p, x, mask):
     return mlp(p, x, jnp.where(mask > 0, p["up"], 0))
@@ -51,26 +45,9 @@ def dropped_connections(p, x, key):
     return mlp(p, x, jnp.where(keep, p["up"] / 0.7, 0))
 
 
-@case(SAYS + "; up_spread 0|1~vector", {**MLP, "up_spread": array("s", D, F)}, X, KEY)
-def variational_weights(p, x, key):
-    key = jax.random.wrap_key_data(key)
-    noise = jax.random.normal(key, (D, F))
-    return mlp(p, x, p["up"] + jax.nn.softplus(p["up_spread"] - 3) * noise)
-
-
 @case(SAYS, MLP, X, {"up": array("t", D, F), "down": array("u", F, D)})
 def averages_of_all_as_a_teacher(p, x, teacher):
     return mlp(p, x, p["up"]), mlp({**p, **teacher}, x, teacher["up"])
-
-
-@case(SAYS, MLP, X, gains(()), gains(()))
-def eight_bits_with_scales_among_the_arguments(p, x, of_input, of_kernel):
-    def rounded(y, scale):
-        low = (y / scale).astype(jnp.float8_e4m3fn).astype(y.dtype)
-        return y + jax.lax.stop_gradient(low * scale - y)
-
-    up = rounded(p["up"], of_kernel)
-    return (x + jax.nn.gelu(rounded(x, of_input) @ up) @ p["down"]) @ p["head"]
 
 
 @case(SAYS, MLP, X)
@@ -117,29 +94,6 @@ def weight_norm(p, x):
     return mlp(p, x, up * p["gain"])
 
 
-@case(SAYS, MLP, X)
-def rows_of_length_one(p, x):
-    return mlp(p, x, unit(p["up"]), unit(p["down"]))
-
-
-@case(SAYS + "; a b 0|1", {**MLP, **weights(a=(D, 2), b=(2, F))}, X)
-def low_rank_added(p, x):
-    return mlp(p, x, p["up"] + p["a"] @ p["b"])
-
-
-@case(SAYS + "; a b 0|1", {**MLP, **weights(a=(D, 2), b=(2, F))}, X)
-def low_rank_next_to_it(p, x):
-    y = x @ p["up"]
-    return (x + jax.nn.gelu(y + 2 * (x @ p["a"]) @ p["b"]) @ p["down"]) @ p["head"]
-
-
-@case(
-    "up frozen; down 0|1; a b 0|1; head head", {**MLP, **weights(a=(D, 2), b=(2, F))}, X
-)
-def low_rank_on_a_frozen_kernel(p, x):
-    return mlp(p, x, jax.lax.stop_gradient(p["up"]) + p["a"] @ p["b"])
-
-
 @case(
     SAYS + "; a b 0|1; gain vector",
     {**MLP, **weights(a=(D, 2), b=(2, F)), "gain": gains(F)},
@@ -160,12 +114,6 @@ def adapters_alone_on_a_kernel_of_the_arguments(p, x, base):
     return (x + jax.nn.gelu(x @ (base + p["a"] @ p["b"]))) @ p["head"]
 
 
-@case(SAYS, MLP, X)
-def kernels_cast_and_back(p, x):
-    low = p["up"].astype(jnp.bfloat16)
-    return (x + jax.nn.gelu(x.astype(jnp.bfloat16) @ low) @ p["down"]) @ p["head"]
-
-
 @case(
     "blocks 1|2; down 0|1; head head",
     weights(blocks=(3, 4, 8), down=(24, D), head=(D, C)),
@@ -174,19 +122,6 @@ def kernels_cast_and_back(p, x):
 def block_diagonal(p, x):
     y = jnp.einsum("btnd,ndf->btnf", x.reshape(B, T, 3, 4), p["blocks"])
     return (x + jax.nn.gelu(y.reshape(B, T, 24)) @ p["down"]) @ p["head"]
-
-
-@case(
-    "up 0|2; down 0|2; head head",
-    {"up": array("up", D, 3, F), "down": array("down", F, 3, D), "head": MLP["head"]},
-    X,
-)
-def layers_in_axis_one(p, x):
-    def layer(x, w):
-        return x + jax.nn.gelu(x @ w[0]) @ w[1], None
-
-    both = jnp.moveaxis(p["up"], 1, 0), jnp.moveaxis(p["down"], 1, 0)
-    return jax.lax.scan(layer, x, both)[0] @ p["head"]
 
 
 @case(
@@ -210,42 +145,15 @@ QKV = weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D), head=(D, C))
 READ = "q k v o 0|1; head head"
 
 
-@case(READ, QKV, X, array("base", D, D), attention="read")
-def query_with_a_kernel_of_the_arguments_added(p, x, base):
-    return _attended(p, x, p["q"] + base, p["k"])
-
-
 @case(READ, QKV, X, array("b", D, D), array("c", D, D), attention="said")
 def both_with_kernels_of_the_arguments_added(p, x, b, c):
     return _attended(p, x, p["q"] + b, p["k"] + c)
-
-
-@case(READ, QKV, X, array("u", D), array("w", D), attention="read")
-def query_divided_by_its_spectral_norm(p, x, u, w):
-    norm = jnp.abs(jnp.einsum("d,de,e->", u, p["q"], w))
-    return _attended(p, x, 3 * p["q"] / norm, p["k"])
-
-
-@case(READ, QKV, X, attention="said")
-def query_and_key_of_columns_of_length_one(p, x):
-    q, k = (p[n] / jnp.linalg.norm(p[n], axis=0) for n in "qk")
-    return _attended(p, x, q, k)
 
 
 @case(READ + "; *_gain vector", {**QKV, "q_gain": gains(D)}, X, attention="read")
 def query_by_weight_norm(p, x):
     q = p["q_gain"] * p["q"] / jnp.linalg.norm(p["q"], axis=0)
     return _attended(p, x, q, p["k"] / jnp.linalg.norm(p["k"], axis=0))
-
-
-@case(
-    READ + "; q_a q_b 0|1",
-    {**QKV, **weights(q_a=(D, 2), q_b=(2, D))},
-    X,
-    attention="read",
-)
-def query_with_an_adapter(p, x):
-    return _attended(p, x, p["q"] + p["q_a"] @ p["q_b"], p["k"])
 
 
 @case(

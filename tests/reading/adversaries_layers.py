@@ -88,40 +88,7 @@ def codebooks_with_a_head_each(p, codes):
     return jnp.einsum("btd,cdv->cbtv", jax.nn.gelu(x @ p["up"]), p["heads"])
 
 
-@case(
-    "embed embedding; up 0|1; head head; codebook embedding; paint any",
-    weights(embed=(V, D), up=(D, D), head=(D, V), codebook=(V, 8), paint=(8, C)),
-    TOKENS,
-)
-def head_whose_argmax_is_looked_up(p, tokens):
-    logits = jax.nn.gelu(p["embed"][tokens] @ p["up"]) @ p["head"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-    return loss, p["codebook"][jnp.argmax(logits, -1)] @ p["paint"]
-
-
 # Products of activations.
-
-
-@case(
-    "embed embedding; up 0|1; head head~vector",
-    weights(embed=(V, D), up=(D, D), head=(15, 1)),
-    np.arange(12, dtype=np.int32).reshape(2, 6) % V,
-)
-def dot_interactions(p, tokens):
-    """DLRM."""
-    x = jax.nn.relu(p["embed"][tokens] @ p["up"])
-    pairs = jnp.einsum("bid,bjd->bij", x, x)[:, *np.triu_indices(6, 1)]
-    return pairs @ p["head"]
-
-
-@case(
-    "tokens channels 0|1~1|0; head head",
-    weights(tokens=(T, T), channels=(D, D), head=(D, C)),
-    X,
-)
-def mixer(p, x):
-    x = x + jax.nn.gelu(jnp.einsum("btd,ts->bsd", x, p["tokens"]))
-    return (x + jax.nn.gelu(x @ p["channels"])) @ p["head"]
 
 
 @case("b 0|1; a any; head head", weights(a=(D, D), b=(D, D), head=(D, C)), X)
@@ -140,11 +107,3 @@ def ordinary_differential_equation(p, x):
 
 
 # Recurrence.
-
-
-@case("w u 0|1; head head", weights(w=(D, D), u=(D, D), head=(D, C)), X)
-def recurrent_by_a_while_loop(p, x):
-    def step(i, h):
-        return jnp.tanh(x[:, i] @ p["w"] + h @ p["u"])
-
-    return jax.lax.fori_loop(0, T, step, jnp.zeros((B, D))) @ p["head"]

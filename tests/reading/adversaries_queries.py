@@ -17,7 +17,6 @@ from pieces_of_cases import (
     mixed,
     one,
     qkv,
-    rms,
     SAYS,
     scores,
     soft,
@@ -82,18 +81,6 @@ def pooled_by_one_learned_vector(p, x):
 
 
 @case(
-    "a b score any; v o 0|1; head head",
-    one(q=None, k=None, a=(D, D), b=(D, D), score=(D, 1)),
-    X,
-    attention="maybe",
-)
-def pooled_by_a_gated_score(p, x):
-    y = jnp.tanh(x @ p["a"]) * jax.nn.sigmoid(x @ p["b"])
-    w = jax.nn.softmax(y @ p["score"], 1)
-    return jax.nn.gelu(jnp.sum(w * (x @ p["v"]), 1) @ p["o"]) @ p["head"]
-
-
-@case(
     "prefix_k prefix_v any; " + SAYS,
     one(prefix_k=(2, H, K), prefix_v=(2, H, K)),
     X,
@@ -121,30 +108,7 @@ def memory_of_parameters(p, x):
     return end(p, x, w @ p["values"])
 
 
-@case(
-    "queries vector~embedding; q k v o q2 k2 v2 0|1; head head",
-    one(queries=(4, D), q2=(D, D), k2=(D, D), v2=(D, D)),
-    X,
-    attention="read",
-)
-def object_queries(p, x):
-    """DETR: learned queries attend to one another, then to the image."""
-    y = jnp.broadcast_to(p["queries"], (B, 4, D))
-    q, k, v = qkv(p, y)
-    y = rms(y + mixed(soft(scores(q, k), layer="own"), v))
-    q, k, v = cut(y @ p["q2"]), cut(x @ p["k2"]), cut(x @ p["v2"])
-    return end(p, y, mixed(soft(scores(q, k), layer="cross"), v))
-
-
 # Other shapes of attention.
-
-
-@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
-def windows_apart(p, x):
-    q, k, v = (t.reshape(B, 2, 4, H, K) for t in qkv(p, x))
-    w = soft(jnp.einsum("bwqhd,bwkhd->bwhqk", q, k) * 0.5)
-    y = jnp.einsum("bwhqk,bwkhd->bwqhd", w, v)
-    return end(p, x, y.reshape(x.shape))
 
 
 @case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
@@ -157,26 +121,12 @@ def windows_that_overlap(p, x):
 
 
 @case(SAYS, one(), X, attention="read")
-def one_head_without_an_axis(p, x):
-    q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
-    return end(p, x, soft(q @ k.mT * D**-0.5, heads=()) @ v)
-
-
-@case(SAYS, one(), X, attention="read")
 def batch_and_heads_in_one_axis(p, x):
     q, k, v = (t.swapaxes(1, 2).reshape(B * H, T, K) for t in qkv(p, x))
     logits = q @ k.mT * K**-0.5
     noted(logits.reshape(B, H, T, T))
     y = (jax.nn.softmax(logits) @ v).reshape(B, H, T, K).swapaxes(1, 2)
     return end(p, x, y.reshape(B, T, D))
-
-
-@case(SAYS, one(), X, attention="read")
-def logits_of_keys_first(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bkhd,bqhd->kqbh", k, q) * K**-0.5
-    w = jax.nn.softmax(noted(logits, heads=-1), axis=0)
-    return end(p, x, jnp.einsum("kqbh,bkhd->bqhd", w, v).reshape(B, T, D))
 
 
 @case(

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from pieces_of_cases import (
     B,
     case,
@@ -75,22 +74,10 @@ def without_nans(p, x):
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
-@case(SAYS, one(), X, attention="said")
-def query_through_a_gelu(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(jax.nn.gelu(q), k)), v))
-
-
 @case(SAYS, one(), X, attention="read")
 def query_and_key_through_relus(p, x):
     q, k, v = qkv(p, x)
     return end(p, x, mixed(soft(scores(jax.nn.relu(q), jax.nn.relu(k))), v))
-
-
-@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="read")
-def flat_biases(p, x):
-    q, k = cut(x @ p["q"] + p["q_bias"]), cut(x @ p["k"] + p["k_bias"])
-    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
 
 
 # Positions.
@@ -106,32 +93,6 @@ def rotary_interleaved(p, x):
 
     q, k, v = qkv(p, x)
     return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def rotary_complex(p, x):
-    def turn(y):
-        angle = jnp.arange(T)[:, None, None] / 10.0 ** jnp.arange(K // 2)
-        pairs = y.reshape(*y.shape[:-1], -1, 2)
-        z = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * jnp.exp(1j * angle)
-        return jnp.stack([z.real, z.imag], -1).reshape(y.shape)
-
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
-
-
-@case(
-    SAYS + "; table vector~embedding",
-    one(table=(2 * T - 1, K)),
-    X,
-    attention="said",
-    scaled="table",
-)
-def positions_added_to_keys(p, x):
-    q, k, v = qkv(p, x)
-    keys = k[:, None] + p["table"][DISTANCE][None, :, :, None]
-    logits = jnp.einsum("bqhd,bqkhd->bhqk", q, keys)
-    return end(p, x, mixed(soft(logits), v))
 
 
 @case(
@@ -152,21 +113,3 @@ def relative_keys_by_a_skew(p, x):
     far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0)))
     far = far.reshape(B, H, T + 1, T)[:, :, 1:]
     return end(p, x, mixed(soft(jnp.where(CAUSAL, scores(q, k) + far, -1e9)), v))
-
-
-@case(
-    SAYS + "; r any; *_bias vector",
-    one(r=(D, D), u_bias=(H, K), w_bias=(H, K)),
-    X,
-    attention="said",
-    scaled="r u_bias w_bias",
-)
-def transformer_xl(p, x):
-    q, k, v = qkv(p, x)
-    waves = jnp.asarray(np.sin(np.arange(2 * T - 1)[:, None] * np.arange(1, D + 1)))
-    r = cut(jnp.asarray(waves, jnp.float32) @ p["r"])
-    content = jnp.einsum("bqhd,bkhd->bhqk", q + p["u_bias"], k)
-    place = jnp.einsum("bqhd,rhd->bhqr", q + p["w_bias"], r)
-    at = jnp.broadcast_to(DISTANCE, (B, H, T, T))
-    logits = (content + jnp.take_along_axis(place, at, -1)) * K**-0.5
-    return end(p, x, mixed(soft(logits), v))

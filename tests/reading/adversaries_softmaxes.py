@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
-    array,
     B,
     case,
     CAUSAL,
@@ -15,7 +14,6 @@ from pieces_of_cases import (
     gains,
     H,
     K,
-    KEY,
     mixed,
     one,
     qkv,
@@ -46,14 +44,6 @@ def base_two_by_power(p, x):
     q, k, v = qkv(p, x)
     e = jnp.power(2.0, noted(scores(q, k), unit=np.log(2)))
     return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def by_logsumexp(p, x):
-    q, k, v = qkv(p, x)
-    logits = noted(scores(q, k))
-    w = jnp.exp(logits - jax.nn.logsumexp(logits, -1, keepdims=True))
-    return end(p, x, mixed(w, v))
 
 
 @case(SAYS, one(), X, attention="read")
@@ -96,13 +86,6 @@ def with_a_sink(p, x):
     sink = jnp.broadcast_to(p["sink"][:, None, None], (B, H, T, 1))
     w = jax.nn.softmax(jnp.concatenate([logits, sink], -1))[..., :-1]
     return end(p, x, mixed(w, v))
-
-
-@case(SAYS + "; temperature vector", one(temperature=gains(H)), X, attention="read")
-def with_a_temperature_for_each_head(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / p["temperature"][:, None, None]
-    return end(p, x, mixed(soft(logits), v))
 
 
 @case(
@@ -190,51 +173,12 @@ def squared_relus_divided_by_their_sum(p, x):
     return end(p, x, mixed(w / (w.sum(-1, keepdims=True) + 1e-6), v))
 
 
-@case(SAYS, one(), X, attention="read")
-def weights_masked_again_and_divided(p, x):
-    q, k, v = qkv(p, x)
-    w = soft(scores(q, k)) * CAUSAL
-    return end(p, x, mixed(w / w.sum(-1, keepdims=True), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def two_softmaxes_of_the_same_logits(p, x):
-    q, k, v = qkv(p, x)
-    logits = noted(scores(q, k))
-    w = jax.nn.softmax(logits) + 0.1 * jax.nn.softmax(logits, -2)
-    return end(p, x, mixed(w, v))
-
-
 @case(SAYS, one(), X, attention="said")
 def sparsemax_by_a_threshold(p, x):
     q, k, v = qkv(p, x)
     logits = noted(scores(q, k))
     w = jax.nn.relu(logits - logits.mean(-1, keepdims=True))
     return end(p, x, mixed(w / jnp.maximum(w.sum(-1, keepdims=True), 1e-6), v))
-
-
-@case(SAYS, one(), array("grid", B, 3, 4, D), attention="read")
-def over_two_axes_at_once(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("byxhd,brchd->bhyxrc", q, k) * 0.5
-    w = jax.nn.softmax(noted(logits, heads=-5), axis=(-2, -1))
-    y = jnp.einsum("bhyxrc,brchd->byxhd", w, v)
-    return end(p, x, y.reshape(x.shape))
-
-
-@case(SAYS, one(), X, KEY, attention="read")
-def weights_dropped_by_a_key(p, x, key):
-    q, k, v = qkv(p, x)
-    w = soft(scores(q, k))
-    keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 0.7, w.shape)
-    return end(p, x, mixed(jnp.where(keep, w / 0.7, 0), v))
-
-
-@case(SAYS, one(), X, attention="said")
-def exponents_clamped(p, x):
-    q, k, v = qkv(p, x)
-    e = jnp.exp(jnp.minimum(noted(scores(q, k)), 30.0))
-    return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
 
 
 @case(SAYS, one(), X, attention="read")
@@ -250,14 +194,3 @@ def sticks_that_break(p, x):
     logits = scores(q, k)
     left = jnp.cumsum(jax.nn.log_sigmoid(-logits), -1) - jax.nn.log_sigmoid(-logits)
     return end(p, x, mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v))
-
-
-@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
-def landmarks(p, x):
-    """Nystrom: three softmaxes of queries, keys and their means."""
-    q, k, v = qkv(p, x)
-    few = [2 * t.reshape(B, 4, 2, H, K).mean(2) for t in (q, k)]
-    a = soft(scores(q, few[1]), layer="all", merge="largest")
-    b = soft(scores(few[0], few[1]), layer="all", merge="largest")
-    c = soft(scores(few[0], k), layer="all", merge="largest")
-    return end(p, x, mixed(a @ (2 * jnp.eye(4) - b) @ c, v))

@@ -2,15 +2,11 @@
 
 A case is a function whose author marks where its logits enter the softmax, and says
 what an expert would call each leaf. All else is found by running it op by op.
-
-As a script: a table of verdicts, `python tests/reading/by_numbers.py [part of a name]`.
 """
 
 import fnmatch
 import functools
 import re
-import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -457,27 +453,3 @@ def _touch_fault(case: Case, clipped: Any, n: int) -> tuple[str, str] | None:
         if np.any(moved & (np.asarray(slopes[path]) == 0)):
             return "wrong", f"the clip changes entries of {path} without logits"
     return None
-
-
-def main(part: str = "") -> None:
-    # Here, since cases import this module.
-    from adversaries import CASES
-
-    counts: dict[str, int] = {}
-    for name, case in CASES.items():
-        if part not in name:
-            continue
-        start = time.time()
-        found = verdict_of(case)
-        counts[found.kind] = counts.get(found.kind, 0) + 1
-        took, why = time.time() - start, " ".join(found.why.split())
-        sign = "!" if found.is_fault else " "
-        print(f"{sign} {found.kind:9} {name:40} {took:5.1f} s  {why[:300]}", flush=True)
-    print(counts)
-
-
-if __name__ == "__main__":
-    # The module that cases import has the notebooks, not the script of its name.
-    from by_numbers import main as run
-
-    run(*sys.argv[1:])

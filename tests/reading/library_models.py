@@ -547,63 +547,6 @@ def haiku_recurrent(p, record, ids):
 
 
 @model(
-    EMBED
-    | {
-        "in": ((D, 2 * D + 8 + H), "io"),
-        "window": ((3, 1, D + 8), "vector"),
-        "decay": ((H,), "vector"),
-        "step": ((H,), "vector"),
-        "skip": ((H,), "vector"),
-        "norm": ((D,), "vector"),
-        "out": ((D, D), "io"),
-    }
-)
-def mamba2(p, record, ids):
-    """One product makes gate, input, both state projections and the steps."""
-    x = p["embed"][ids]
-    gate, xbc, dt = jnp.split(normed(x) @ p["in"], [D, 2 * D + 8], -1)
-    xbc = jax.lax.conv_general_dilated(
-        jnp.pad(xbc, ((0, 0), (2, 0), (0, 0))), p["window"], (1,), "VALID", None, None,
-        ("NHC", "HIO", "NHC"), D + 8,
-    )  # fmt: skip
-    u, b, c = jnp.split(jax.nn.silu(xbc), [D, D + 4], -1)
-    dt = jax.nn.softplus(dt + p["step"])
-    u = cut(u)
-
-    def step(state, now):
-        u, b, c, dt = now
-        kept = jnp.exp(-jnp.exp(p["decay"]) * dt)[..., None, None]
-        state = kept * state + jnp.einsum("bhe,bn,bh->bhen", u, b, dt)
-        return state, jnp.einsum("bhen,bn->bhe", state, c)
-
-    by_time = jax.tree.map(lambda y: y.swapaxes(0, 1), (u, b, c, dt))
-    _, y = jax.lax.scan(step, jnp.zeros((B, H, E, 4)), by_time)
-    y = (y.swapaxes(0, 1) + p["skip"][:, None] * u).reshape(B, T, D)
-    x = x + normed(y * jax.nn.silu(gate), p["norm"]) @ p["out"]
-    return cross_entropy(normed(x) @ p["embed"].T)
-
-
-@model(
-    {"latents": ((3, D), "vector")}
-    | {"read": ((5, D), "io")}
-    | {f"att/{n}": ((D, D), "io") for n in FLAT}
-    | MLP
-    | {"head": ((D, 7), "head")},
-    args=(normal(6, B, 9, 5),),
-    layers=("att",),
-)
-def perceiver(p, record, x):
-    """Learned queries look at the input."""
-    x = x @ p["read"]
-    latents = jnp.broadcast_to(p["latents"], (B, 3, D))
-    query = cut(normed(latents) @ p["att/q"])
-    key, value = (cut(normed(x) @ p[f"att/{n}"]) for n in "kv")
-    y = latents + attend(record, query, key, value, causal=False) @ p["att/o"]
-    y = y + mlp(p, normed(y))
-    return cross_entropy(normed(y.mean(1)) @ p["head"])
-
-
-@model(
     {
         "in": ((3, 3, 3, D), "iiio"),
         "time": ((D, F), "io"),

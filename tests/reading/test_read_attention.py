@@ -29,34 +29,6 @@ def _logits(p, x):
 PARAMS = {"q": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
 
 
-def _with_statistics_of_its_own(p, x):
-    logits = _logits(p, x)
-    largest = jax.lax.stop_gradient(logits.max((0, 2, 3)))
-    flat = jnp.moveaxis(logits, 1, 0).reshape(H, -1).max(-1)
-    return _attend(logits, x @ p["v"]) + 0 * (largest + flat)[:, None]
-
-
-def _folded(p, x, order=(0, 2, 1, 3)):
-    """Heads are a part of the batch axis."""
-
-    def fold(y):
-        return y.transpose(order).reshape(B * H, T, -1)
-
-    query, key = map(fold, _flat(p, x))
-    value = fold(jnp.broadcast_to((x @ p["v"])[:, :, None], (B, T, H, D)))
-    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key))
-    return jnp.einsum("bqk,bkd->bqd", weights, value)
-
-
-def _folded_after(p, x):
-    """Heads first, then the batch."""
-    return _folded(p, x, (2, 0, 1, 3))
-
-
-def _softcapped(p, x):
-    return _attend(5 * jnp.tanh(_logits(p, x) / 5), x @ p["v"])
-
-
 def _masked(p, x):
     mask = jnp.tril(jnp.ones((T, T), bool))
     slopes = 2.0 ** -jnp.arange(1, H + 1)  # ALiBi
@@ -85,26 +57,10 @@ def _in_two_blocks(p, x):
     return out / total[..., None]
 
 
-def _mapped(p, x):
-    return jax.vmap(lambda x: _attend(_logits(p, x[None]), x[None] @ p["v"]))(x)
-
-
 def _stock(p, x):
     query, key = _flat(p, x)
     value = jnp.broadcast_to((x @ p["v"])[:, :, None], (B, T, H, D))[..., :DIM]
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-
-def _by_exponentials(p, x):
-    """No maximum is taken."""
-    weights = jnp.exp(_logits(p, x) / 100)
-    weights = weights / weights.sum(-1, keepdims=True)
-    return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
-
-
-def _called_twice(p, x):
-    x = _attend(_logits(p, x), x @ p["v"]).mean(2)
-    return _attend(_logits(p, x), x @ p["v"])
 
 
 def _in_a_branch(p, x):
@@ -127,16 +83,9 @@ def _of_data(p, x):
 
 WAYS = {
     "of data": _of_data,
-    "with statistics of its own": _with_statistics_of_its_own,
-    "heads folded into the batch": _folded,
-    "the batch folded into heads": _folded_after,
-    "softcapped": _softcapped,
     "masked": _masked,
     "in two blocks": _in_two_blocks,
-    "mapped": _mapped,
     "stock": _stock,
-    "by exponentials": _by_exponentials,
-    "called twice": _called_twice,
     "in a branch": _in_a_branch,
 }
 

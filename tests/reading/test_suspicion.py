@@ -19,7 +19,7 @@ PARAMS = {
     name: jax.ShapeDtypeStruct(shape, jnp.float32)
     for name, shape in {
         **dict.fromkeys("qkvog", (D, D)),
-        **{"head": (D, 3), "one": (D, 1), "experts": (5, D, D), "router": (D, 5)},
+        **{"head": (D, 3), "one": (D, 1)},
     }.items()
 }
 
@@ -49,21 +49,6 @@ def read(layer):
 
 
 # Attention with a softmax that is hard to see.
-
-
-def summed_by_a_while_loop(p, x):
-    q, k, v = qkv(p, x)
-
-    def step(i, carry):
-        total, y = carry
-        at = (jax.lax.dynamic_index_in_dim(a, i, 1, False) for a in (k, v))
-        key, value = at
-        e = jnp.exp(jnp.einsum("bqhd,bhd->bqh", q, key))
-        return total + e, y + e[..., None] * value[:, None]
-
-    zeros = jnp.zeros((B, T, H)), jnp.zeros((B, T, H, D // H))
-    total, y = jax.lax.fori_loop(0, T, step, zeros)
-    return y / total[..., None]
 
 
 def products_of_spectra(p, x):
@@ -105,18 +90,9 @@ def logits_of_the_next_key(p, x):
     return weighed(p, x, jax.nn.softmax(logits))
 
 
-def gathered_neighbours(p, x):
-    q, k, v = qkv(p, x)
-    near = np.arange(T)[:, None] + np.arange(3)
-    k, v = k[:, near % T], v[:, near % T]
-    w = jax.nn.softmax((q[:, :, None] * k).sum(-1), axis=2)
-    return (w[..., None] * v).sum(2)
-
-
 SOFTMAXES = [
-    summed_by_a_while_loop, products_of_spectra, each_channel_has_weights,
-    one_activation_is_the_kernel, running_sums_of_logits, mean_of_neighbouring_logits,
-    logits_of_the_next_key, gathered_neighbours,
+    products_of_spectra, each_channel_has_weights, one_activation_is_the_kernel,
+    running_sums_of_logits, mean_of_neighbouring_logits, logits_of_the_next_key,
 ]  # fmt: skip
 
 
@@ -214,13 +190,6 @@ def squeezed_gates(p, x):
     return y * jax.nn.sigmoid(y.mean(1) @ p["g"])[:, None]
 
 
-def experts(p, x):
-    top, at = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-    every = jnp.einsum("btd,edf->btef", x, p["experts"])
-    own = jnp.take_along_axis(every, at[..., None], 2)
-    return (own * (top / top.sum(-1, keepdims=True))[..., None]).sum(2)
-
-
 def long_convolution(p, x):
     q, k, v = (x @ p[name] for name in "qkv")
     times = jnp.broadcast_to(jnp.arange(T)[:, None] / T, (T, D))
@@ -229,21 +198,6 @@ def long_convolution(p, x):
     )
     window, y = spectra
     return q * jnp.fft.irfft(window * y, axis=1)[:, :T]
-
-
-def whitened(p, x):
-    y = x @ p["q"]
-    y = (y - y.mean((0, 1))) / jnp.sqrt(y.var((0, 1)) + 1e-5)
-    return jax.nn.relu(y) @ p["k"]
-
-
-def recurrent(p, x):
-    def step(h, u):
-        gate = jax.nn.sigmoid(u @ p["g"] + h @ p["k"])
-        h = gate * h + (1 - gate) * jnp.tanh(u @ p["q"])
-        return h, h
-
-    return jax.lax.scan(step, jnp.zeros((B, D)), x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 
 def contrasted(p, x):
@@ -255,7 +209,7 @@ def contrasted(p, x):
 
 OTHERS = [
     linear_attention_by_reciprocals, normed_linear_attention, decays_of_gates,
-    squeezed_gates, experts, long_convolution, whitened, recurrent, contrasted,
+    squeezed_gates, long_convolution, contrasted,
 ]  # fmt: skip
 
 
