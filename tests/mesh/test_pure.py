@@ -191,6 +191,7 @@ def test_an_update_remembers_no_params(number):
     assert made("FSDP", kind, is_told) != before
 
 
+@pytest.mark.more
 def test_a_fresh_process_makes_the_same_programs():
     script = (
         "import test_pure\n"

@@ -86,6 +86,7 @@ def test_params_that_were_not_read_are_no_part_of_it():
         tx.init({"net": PARAMS})
 
 
+@pytest.mark.more
 def test_adapters_of_nnx():
     class Attention(nnx.Module):
         def __init__(self, rngs):

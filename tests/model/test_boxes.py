@@ -124,6 +124,7 @@ class Model(nn.Module):
         return nn.Dense(V, kernel_init=boxed(None, "words"), name="lm_head")(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("unboxed_after", [0, 2, 4])
 def test_a_train_state_boxed_and_unboxed_on_the_way(unboxed_after):
     model, tokens = Model(), jnp.arange(10).reshape(2, 5) % V

@@ -1,5 +1,7 @@
 """Functions written to mislead a reading: nothing may be wrong without a word."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,8 @@ import muonclip_jax as mc
 
 
 # A reading and its judgment take half a second, on several devices three.
-EVERY_DAY = [name for name in list(CASES)[::2] if "device" not in name]
+LONG = re.compile("device|associative_scan")
+EVERY_DAY = [name for name in list(CASES)[::2] if not LONG.search(name)]
 
 
 @pytest.mark.parametrize("name", few(CASES, *EVERY_DAY))
