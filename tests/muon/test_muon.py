@@ -71,6 +71,7 @@ def gradients(seed, shapes):
     }
 
 
+@pytest.mark.more
 @pytest.mark.skipif(
     "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters,
     reason="Optax before 0.2.8 has one scaling",
