@@ -135,6 +135,7 @@ def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
     return [normal(i, *s, scale=2.0) for i, s in enumerate(shapes)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "lengths, options",
     [

@@ -82,6 +82,7 @@ def unit(x):
     return x / np.linalg.norm(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(GAINS, "SAMuon-lite 1.5"))
 def test_samuon_lite_holds_back_the_first_direction_alone(name, muon):
     gain = float(name.split()[-1])

@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import one_at_a_time
 
 import muonclip_jax as mc
 
@@ -75,8 +76,7 @@ def made(name, stack="none"):
     return leaf, shape, owners_by_loops(layer, **loops)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name, stack", one_at_a_time(WRITTEN, STACKS))
 def test_scales_are_those_of_loops(name, stack):
     leaf, shape, owners = made(name, stack)
     assert leaf.heads == owners.max() + 1

@@ -117,6 +117,7 @@ def test_a_model_without_attention():
     assert state.running.shape == (0,)
 
 
+@pytest.mark.more
 def test_in_an_nnx_optimizer():
     model = nnx_model()
     optimizer = nnx.Optimizer(
