@@ -120,7 +120,7 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
     made = [(products, x.exps) for x, products in softmax_of if products]
     facts = softmaxes.facts
-    bits = union(facts.product(p.at) for products, _ in made for p in products)
+    bits = union(facts.product(p.eqn) for products, _ in made for p in products)
     dependence = Dependence(softmaxes.graph, facts, bits)
     readers = [LayerReader(softmaxes, dependence, *x) for x in made]
     for reader in readers:
@@ -128,7 +128,7 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     clipped = union(event for x in readers for side in x.events for event in side)
     found = [reader.read(clipped) for reader in readers]
     # Layers are in the order of their calls, since paths may be numbered by it.
-    return sorted((x for x in found if x), key=lambda x: x.products[0].at)
+    return sorted((x for x in found if x), key=lambda x: x.products[0].address)
 
 
 class LayerReader:
@@ -143,7 +143,7 @@ class LayerReader:
     ):
         self.softmaxes, self.dependence = softmaxes, dependence
         self.products, self.exps = products, exps
-        self.layer = Layer([p.at for p in products])
+        self.layer = Layer([p.eqn for p in products])
         self.refusals: list[str] = []
         # The results so far: the products without biases, also as bits; the parts that
         # scale their sides; and the parameters of their queries.
@@ -201,9 +201,9 @@ class LayerReader:
                 )
             else:
                 layer.pairs.append(pair)
-        for at in (at for path in ways for at in path.nonlinear):
+        for eqn in (eqn for path in ways for eqn in path.nonlinear):
             self.refusals.append(
-                f"{at.name} at {at.line}, which is not linear, stands between the "
+                f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
         layer.refusal = self.refusals[0] if self.refusals else ""
@@ -212,15 +212,15 @@ class LayerReader:
     def _read_product(self, product: Product) -> None:
         """Notes which parameters scale the sides of a product, along its heads."""
         layer, facts = self.layer, self.softmaxes.facts
-        if product.at.name == "sub":
+        if product.eqn.name == "sub":
             self.refusals.append(
-                f"query and key are subtracted at {product.at.line}, and their "
+                f"query and key are subtracted at {product.eqn.line}, and their "
                 "distance squared"
             )
         order = self._query_first(product)
         if order is None:
             # A product of a parameter with an array that is no query is a bias.
-            if facts.weight_of(product.at) is None:
+            if facts.weight_of(product.eqn) is None:
                 self.refusals.append(
                     self._lost(product)
                     or "its softmax is over no axis that is the key's alone: give "
@@ -236,11 +236,11 @@ class LayerReader:
             self.pairs.append(pair)
             self.queries |= {p.parameter for p in pair.query}
         layer.tokens |= self._tokens(product)
-        leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
+        leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
         layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
         self.found.append((product, heads))
-        self.bits |= facts.product(product.at)
+        self.bits |= facts.product(product.eqn)
 
     def _again(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
@@ -253,10 +253,10 @@ class LayerReader:
         facts, found = self.softmaxes.facts, {}
         own = {x.atom for x in arrays}
         others = (x[:2] for way in ways for x in (*way.added, *way.factors))
-        for at, i in others:
-            atom = at.inputs()[i]
+        for eqn, i in others:
+            atom = eqn.inputs()[i]
             if atom not in own and not facts.of(atom).products & self.bits:
-                arrays = [*arrays, _Array(atom, None, at.line)]
+                arrays = [*arrays, _Array(atom, None, eqn.line)]
         # Exclude the layer's input, which scaled entries made in its earlier calls.
         before: dict[int, int] = {}
         for parts, events in scaled:
@@ -283,13 +283,13 @@ class LayerReader:
         def bits(entries: int) -> int:
             return union(of.get(x, 0) for x in members(entries))
 
-        for at, i, (label, *_) in path.factors:
-            atom = at.inputs()[i]
-            if at.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
+        for eqn, i, (label, *_) in path.factors:
+            atom = eqn.inputs()[i]
+            if eqn.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
                 label = np.asarray(np.frompyfunc(bits, 1, 1)(label), object)
-                label = dict(moves(at, 0))[i](label)
+                label = dict(moves(eqn, 0))[i](label)
                 # Trips are layers here, as they are for the sides of a product.
-                loops = [x for x in at.frame.lead if x.is_loop]
+                loops = [x for x in eqn.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(atom, (label, *trips))
@@ -331,12 +331,12 @@ class LayerReader:
 
     def _lost(self, product: Product) -> str:
         """Returns what hides the axes of a product's softmax; empty if nothing does."""
-        bit = self.softmaxes.facts.product(product.at)
+        bit = self.softmaxes.facts.product(product.eqn)
         for atom in (exp.inputs()[-1] for exp in self.exps):
             _, path = self.softmaxes.to_product(atom, atom.each(), bit)
-            for at in path.nonlinear:
+            for eqn in path.nonlinear:
                 return (
-                    f"{at.name} at {at.line} stands between the product and its "
+                    f"{eqn.name} at {eqn.line} stands between the product and its "
                     "softmax, and hides which axis is that of keys"
                 )
         return ""
@@ -353,7 +353,7 @@ class LayerReader:
         In a product of token and kernel, the kernel made the dimensions summed over.
         """
         found: set[int] = set()
-        for i, atom in enumerate(product.at.inputs()[:2]):
+        for i, atom in enumerate(product.eqn.inputs()[:2]):
             fact = self.softmaxes.facts.of(atom)
             found |= {
                 f.parameter
@@ -371,7 +371,7 @@ class LayerReader:
         The key of latent attention joins two parts: one has heads, and the other, which
         a rotary embedding turns, is the same for all of them.
         """
-        leads = product.at.frame.lead
+        leads = product.eqn.frame.lead
         loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
         for region in self._regions(product, order[1]):
             out, whys = [], []

@@ -41,26 +41,26 @@ class Dependence:
         lost: list[tuple[Eqn, str]] = []
 
         def ahead(origin: Origin, line: str) -> list[tuple[int, str]]:
-            if (at := origin.at) is None:
+            if (eqn := origin.eqn) is None:
                 return []
-            inputs, back = at.inputs(), dict(moves(at, origin.k))
+            inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
             if not back and jnp.issubdtype(
-                at.output(origin.k).var.aval.dtype, jnp.inexact
+                eqn.output(origin.k).var.aval.dtype, jnp.inexact
             ):
-                lost.append((at, line or at.line))
+                lost.append((eqn, line or eqn.line))
             weights, after = [], []
-            for i, fact in enumerate(facts.inputs(at)):
-                if i not in back or self._is_of_attention(at, fact):
+            for i, fact in enumerate(facts.inputs(eqn)):
+                if i not in back or self._is_of_attention(eqn, fact):
                     continue
                 if fact.is_weight and fact.leaves & parameters:
                     weights.append(i)
                 elif not fact.is_weight and fact.events & events:
                     after.append(i)
             if len(weights) + len(after) > 1 or not after:
-                line = line or at.line
+                line = line or eqn.line
             for i in weights:
                 own = tuple(map(back[i], origin.labels))
-                met.append((inputs[i], own, facts.event(at), line))
+                met.append((inputs[i], own, facts.event(eqn), line))
             return [(i, line) for i in after]
 
         if facts.of(atom).is_weight:
@@ -71,8 +71,8 @@ class Dependence:
             if event & events or not event:
                 for parameter, label in self._entries(weight, labels):
                     yield Use(parameter, label, event, line)
-        for at, line in lost:  # it has no rule, so it may depend on any entry
-            own = facts.of(at.output()).events & events
+        for eqn, line in lost:  # it has no rule, so it may depend on any entry
+            own = facts.of(eqn.output()).events & events
             for parameter in members(parameters):
                 if event := own & facts.meetings(parameter):
                     yield Use(parameter, np.ones((), int), event, line)
@@ -82,7 +82,7 @@ class Dependence:
         found = ((x.parameter, x.labels[0]) for x in origins)
         return [(number, label) for number, label in found if number is not None]
 
-    def _is_of_attention(self, at: Eqn, fact: Fact) -> bool:
+    def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
         seen = fact.weights | fact.mixed | fact.sums | fact.shares
-        seen |= fact.products if at.name == "reduce_max" else 0
+        seen |= fact.products if eqn.name == "reduce_max" else 0
         return bool(seen & self._attention)

@@ -82,10 +82,10 @@ class Eqn:
     """An equation in its frame; each has one object."""
 
     def __init__(self, frame: "Frame", i: int):
-        self.frame, self.i, self.eqn = frame, i, frame.jaxpr.eqns[i]
-        self.name: str = self.eqn.primitive.name
-        self._inputs = [frame.atom(x) for x in self.eqn.invars]
-        self._outputs = [frame.atom(x) for x in self.eqn.outvars]
+        self.frame, self.i, self.jaxpr_eqn = frame, i, frame.jaxpr.eqns[i]
+        self.name: str = self.jaxpr_eqn.primitive.name
+        self._inputs = [frame.atom(x) for x in self.jaxpr_eqn.invars]
+        self._outputs = [frame.atom(x) for x in self.jaxpr_eqn.outvars]
         self.known_moves: dict[int, Moves] = {}  # see `moves`
         # The frames of its jaxprs: one for each branch, or one for a call or loop.
         self.inside = list(_frames_in(self))
@@ -100,8 +100,8 @@ class Eqn:
         return self._outputs[k]
 
     @property
-    def at(self) -> Address:
-        return (*self.frame.at, self.i)
+    def address(self) -> Address:
+        return (*self.frame.address, self.i)
 
     @property
     def eqns(self) -> jaxprs.Eqns:
@@ -112,7 +112,7 @@ class Eqn:
         """
         caller = self.frame.caller
         outer = caller.eqns if caller else ()
-        return outer if self.frame.is_rule else (*outer, self.eqn)
+        return outer if self.frame.is_rule else (*outer, self.jaxpr_eqn)
 
     @functools.cached_property
     def line(self) -> str:
@@ -121,7 +121,7 @@ class Eqn:
     @functools.cached_property
     def to(self) -> list[list[int | None]]:
         """The dimension of the product that each dimension of an operand becomes."""
-        return sides(self.eqn)
+        return sides(self.jaxpr_eqn)
 
     @functools.cached_property
     def shared(self) -> set[int]:
@@ -144,7 +144,7 @@ class Eqn:
         """The pairs of dimensions of both operands that a product sums over."""
         if self.name != "dot_general":
             return []
-        (a, b), _ = self.eqn.params["dimension_numbers"]
+        (a, b), _ = self.jaxpr_eqn.params["dimension_numbers"]
         return list(zip(a, b, strict=True))
 
 
@@ -162,7 +162,7 @@ class Frame:
     ):
         self.jaxpr, self.caller, self.kind = body.jaxpr, caller, kind
         self.outer, self.lead = list(outer), tuple(lead)
-        self.at: Address = (*caller.at, branch) if caller else (branch,)
+        self.address: Address = (*caller.address, branch) if caller else (branch,)
         # Whether it runs the example of a kernel, or is inside one.
         self.is_rule = kind == "kernel" or bool(caller and caller.frame.is_rule)
         how = [x.how for x in self.outer]
@@ -175,7 +175,9 @@ class Frame:
         self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
         self.made = {
-            var: (at, k) for at in self.live for k, var in enumerate(at.eqn.outvars)
+            var: (eqn, k)
+            for eqn in self.live
+            for k, var in enumerate(eqn.jaxpr_eqn.outvars)
         }
         self.outputs = [self.atom(var) for var in self.jaxpr.outvars]
 
@@ -187,36 +189,36 @@ class Frame:
 
     def equations(self) -> Iterator[Eqn]:
         """Iterates over all live equations; inner frames follow their caller."""
-        for at in self.live:
-            yield at
-            for frame in at.inside:
+        for eqn in self.live:
+            yield eqn
+            for frame in eqn.inside:
                 yield from frame.equations()
 
 
-def _frames_in(at: Eqn) -> Iterator[Frame]:
+def _frames_in(eqn: Eqn) -> Iterator[Frame]:
     """Iterates over the frames of the jaxprs that an equation runs."""
-    eqn, inputs, lead = at.eqn, at.inputs(), at.frame.lead
-    if loop := jaxprs.loop(eqn):
+    jaxpr_eqn, inputs, lead = eqn.jaxpr_eqn, eqn.inputs(), eqn.frame.lead
+    if loop := jaxprs.loop(jaxpr_eqn):
         inputs = inputs[loop.first :]
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
         size = _most_trips(loop) if loop.trips is None else loop.trips
-        own = (*lead, Lead(len(lead), at.at, size))
-        yield Frame(loop.body, at, "loop", map(Outer, inputs, how), own)
-    elif at.name == "cond":
-        for i, body in enumerate(jaxprs.branches(eqn)):
-            yield Frame(body, at, "call", map(Outer, inputs[1:]), lead, i)
-    elif rule := kernels.rule_of(eqn):
-        yield Frame(rule.body(eqn), at, "kernel", map(Outer, inputs), lead)
-    elif body := jaxprs.called(eqn):
+        own = (*lead, Lead(len(lead), eqn.address, size))
+        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), own)
+    elif eqn.name == "cond":
+        for i, body in enumerate(jaxprs.branches(jaxpr_eqn)):
+            yield Frame(body, eqn, "call", map(Outer, inputs[1:]), lead, i)
+    elif rule := kernels.rule_of(jaxpr_eqn):
+        yield Frame(rule.body(jaxpr_eqn), eqn, "kernel", map(Outer, inputs), lead)
+    elif body := jaxprs.called(jaxpr_eqn):
         outer = map(Outer, inputs[len(inputs) - len(body.jaxpr.invars) :])
-        if at.name == "shard_map":
-            sizes = eqn.params["mesh"].shape
-            axes = enumerate(jaxprs.manual_in(eqn), len(lead))
+        if eqn.name == "shard_map":
+            sizes = jaxpr_eqn.params["mesh"].shape
+            axes = enumerate(jaxprs.manual_in(jaxpr_eqn), len(lead))
             own = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
-            yield Frame(body, at, "mesh", outer, own)
+            yield Frame(body, eqn, "mesh", outer, own)
         else:
-            yield Frame(body, at, "call", outer, lead)
+            yield Frame(body, eqn, "call", outer, lead)
 
 
 def _most_trips(loop: jaxprs.Loop) -> int:
@@ -244,7 +246,7 @@ class Origin(NamedTuple):
 
     labels: Labels
     seen: Seen
-    at: Eqn | None = None
+    eqn: Eqn | None = None
     k: int = 0  # which result of the equation
     parameter: int | None = None
     atom: Atom | None = None  # set if no equation made it
@@ -275,10 +277,10 @@ class Graph:
         elif var in frame.place:
             yield from self._outside(atom, labels, seen)
         else:
-            at, k = frame.made[var]
-            if not at.inside:
-                yield Origin(labels, seen, at, k)
-            for inner in at.inside:
+            eqn, k = frame.made[var]
+            if not eqn.inside:
+                yield Origin(labels, seen, eqn, k)
+            for inner in eqn.inside:
                 yield from self._inside(inner, k, labels, seen)
 
     def back(
@@ -294,25 +296,25 @@ class Graph:
         while places:
             atom, labels, seen, carried = places.pop()
             for origin in self.origins(atom, labels, seen):
-                if (at := origin.at) is None:
+                if (eqn := origin.eqn) is None:
                     ahead(origin, carried)
                     continue
-                key = at, origin.k, *map(key_of, origin.labels)
+                key = eqn, origin.k, *map(key_of, origin.labels)
                 if key in known:
                     continue
                 known.add(key)
                 by = dict(ahead(origin, carried))
-                for i, move in moves(at, origin.k) if by else ():
+                for i, move in moves(eqn, origin.k) if by else ():
                     if i in by:
                         own = tuple(map(move, origin.labels))
-                        places.append((at.inputs()[i], own, origin.seen, by[i]))
+                        places.append((eqn.inputs()[i], own, origin.seen, by[i]))
 
     def walk(
         self,
         atom: Atom,
         labels: Labels,
-        follow: Callable[[Eqn, int], Iterable[int]] = lambda at, _: range(
-            len(at.eqn.invars)
+        follow: Callable[[Eqn, int], Iterable[int]] = lambda eqn, _: range(
+            len(eqn.jaxpr_eqn.invars)
         ),
     ) -> list[Origin]:
         """Goes back from an array and returns all origins on the way.
@@ -323,8 +325,8 @@ class Graph:
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             found.append(origin)
-            at = origin.at
-            return [(i, None) for i in follow(at, origin.k)] if at else []
+            eqn = origin.eqn
+            return [(i, None) for i in follow(eqn, origin.k)] if eqn else []
 
         self.back(atom, labels, ahead)
         return found
@@ -337,16 +339,16 @@ class Graph:
         own = {d for d, n in enumerate(atom.shape) if n == 1}
 
         def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
-            at, back = origin.at, []
-            if at and depth < 9 and at.name not in PRODUCTS:
-                back = [] if at.name.startswith("reduce_") else moves(at, origin.k)
+            eqn, back = origin.eqn, []
+            if eqn and depth < 9 and eqn.name not in PRODUCTS:
+                back = [] if eqn.name.startswith("reduce_") else moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
             # callers rely on copies, so these must be certain.
             if not back:
                 own.update(d for d in dims if is_varied(origin.labels[d]))
-            elif at and at.name == "gather":  # each index picks its own entries
-                offset = at.eqn.params["dimension_numbers"].offset_dims
-                lead, rank = at.output().lead, at.output().rank
+            elif eqn and eqn.name == "gather":  # each index picks its own entries
+                offset = eqn.jaxpr_eqn.params["dimension_numbers"].offset_dims
+                lead, rank = eqn.output().lead, eqn.output().rank
                 rows = {*range(lead, rank)} - {lead + d for d in offset}
                 own.update(d for d in dims if rows & {*varied(origin.labels[d])})
             return [(i, depth + 1) for i, _ in back]
@@ -357,18 +359,18 @@ class Graph:
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array: several if branches made it."""
-        return [x.at for x in self.origins(atom, atom.whole) if x.at]
+        return [x.eqn for x in self.origins(atom, atom.whole) if x.eqn]
 
     def _inside(
         self, inner: Frame, k: int, labels: Labels, seen: Seen
     ) -> Iterator[Origin]:
         """Returns the origins of a call's k-th result, in the frame that it runs."""
-        at = inner.caller
-        assert at is not None
+        eqn = inner.caller
+        assert eqn is not None
         if k >= len(inner.outputs):  # a result that the kernel's example does not have
-            yield Origin(labels, seen, at, k)
+            yield Origin(labels, seen, eqn, k)
             return
-        lead, own = len(at.frame.lead), labels
+        lead, own = len(eqn.frame.lead), labels
         is_carry = k < len(inner.carried)
         if is_carry:
             own = tuple(np.expand_dims(x, lead) for x in labels)
@@ -410,7 +412,7 @@ class Graph:
 
 def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
     """Returns the label of each device's block, from that of `shard_map`'s result."""
-    eqn = inner.caller.eqn  # type: ignore
+    eqn = inner.caller.jaxpr_eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
     sizes = {x.of: x.size for x in inner.lead[lead:]}
     cuts = jaxprs.mesh_cuts(eqn, "out", k)
@@ -436,7 +438,7 @@ def _off_devices(label: Label, frame: Frame, i: int) -> Label:
     """Returns the label of a whole input, from the label of each device's block."""
     lead = frame.outer[i].atom.lead
     devices = {x.of: x for x in frame.lead[lead:]}
-    cuts = jaxprs.mesh_cuts(frame.caller.eqn, "in", i)  # type: ignore
+    cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
     label = joined(label, [x.axis for of, x in devices.items() if of not in named])
     order, view = list(range(lead)), list(label.shape[:lead])

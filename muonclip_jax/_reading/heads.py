@@ -52,7 +52,7 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     distinguishes positions instead. Learned tokens without a kernel do the same; the
     other side does not have their positions.
     """
-    over = [d for d, _ in product.over] if product.at.name == "mul" else []
+    over = [d for d, _ in product.over] if product.eqn.name == "mul" else []
     gone = product.keys | {product.lead + d for d in over}
     sizes = {a: n for a, n in product.sizes.items() if n > 1 and a not in gone}
     chosen = _axes_of(scaling, product, order, sizes)
@@ -72,7 +72,7 @@ def _axes_of(
     scaling: Scaling, product: Product, order: tuple[int, int], sizes: dict[int, int]
 ) -> list[int]:
     """Returns the axes along which heads are; other axes are batches and positions."""
-    loops = {x.axis for x in product.at.frame.lead if x.is_loop}
+    loops = {x.axis for x in product.eqn.frame.lead if x.is_loop}
     rank = len(product.sizes)
     labels = tuple(marks(rank, a, size) for a, size in sizes.items())
     chosen: set[int] = set()

@@ -12,7 +12,7 @@ from .scaling import Scaling
 class Maker(NamedTuple):
     """A parameter in the weight of a product that made an activation."""
 
-    at: Eqn
+    eqn: Eqn
     number: int
     labels: Labels  # of the parameter
 
@@ -29,26 +29,26 @@ class Makers:
         found: list[tuple[Eqn, int, Labels]] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if (at := origin.at) is None:
+            if (eqn := origin.eqn) is None:
                 return []
-            facts = self._facts.inputs(at)
-            if at.is_product:
-                i = self._facts.weight_of(at)
+            facts = self._facts.inputs(eqn)
+            if eqn.is_product:
+                i = self._facts.weight_of(eqn)
                 if i is not None:
                     if facts[i].leaves and not facts[1 - i].is_onehot:
-                        found.append((at, i, origin.labels))
+                        found.append((eqn, i, origin.labels))
                     return []
-                if at.contracted and all(f.is_deep for f in facts):
+                if eqn.contracted and all(f.is_deep for f in facts):
                     return []
             return [(i, None) for i, fact in enumerate(facts) if fact.is_deep]
 
         self._graph.back(atom, labels, ahead)
-        for at, i, labels in found:
-            weight = at.inputs()[i]
-            own = tuple(small(moved(x, weight.lead, at.to[i])) for x in labels)
+        for eqn, i, labels in found:
+            weight = eqn.inputs()[i]
+            own = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in labels)
             for summand in self._scaling.of(weight, own):
                 for f in summand.factors:
-                    yield Maker(at, f.parameter, f.labels)
+                    yield Maker(eqn, f.parameter, f.labels)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
         """Returns the dimensions of each kernel's outputs."""
@@ -67,9 +67,9 @@ class Makers:
             def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
                 if origin.parameter is not None:
                     found.append(origin.labels)
-                if (at := origin.at) is None or at.is_product:
+                if (eqn := origin.eqn) is None or eqn.is_product:
                     return []
-                facts = self._facts.inputs(at)
+                facts = self._facts.inputs(eqn)
                 return [(i, None) for i, f in enumerate(facts) if f.leaves]
 
             if not any(is_varied(label) for (label,) in found):

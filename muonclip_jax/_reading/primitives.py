@@ -25,18 +25,18 @@ Moves = list[tuple[int, Move]]
 class Op(NamedTuple):
     """A result of an equation, as the rules below receive it."""
 
-    at: Any  # the `Eqn`
+    eqn: Any  # the `Eqn`
     k: int  # which result
     out: Shape
     ins: list[Shape]
 
     @property
     def params(self) -> dict[str, Any]:
-        return self.at.eqn.params
+        return self.eqn.jaxpr_eqn.params
 
     @property
     def lead(self) -> int:
-        return len(self.at.frame.lead)
+        return len(self.eqn.frame.lead)
 
     def through(self, to: Sequence[int | None]) -> Move:
         """Returns the move to an operand whose dimensions `to` maps to the result's."""
@@ -57,16 +57,16 @@ def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], M
     return register
 
 
-def moves(at: Any, k: int) -> Moves:
+def moves(eqn: Any, k: int) -> Moves:
     """Returns how the label of the `k`-th result goes back to each operand.
 
     A product has a move for each of its two operands, since it is linear in each. The
     list is empty for a primitive without a rule.
     """
-    if k not in at.known_moves:
-        op = Op(at, k, at.output(k).shape, [x.shape for x in at.inputs()])
-        at.known_moves[k] = _RULES[at.name](op) if at.name in _RULES else []
-    return at.known_moves[k]
+    if k not in eqn.known_moves:
+        op = Op(eqn, k, eqn.output(k).shape, [x.shape for x in eqn.inputs()])
+        eqn.known_moves[k] = _RULES[eqn.name](op) if eqn.name in _RULES else []
+    return eqn.known_moves[k]
 
 
 #: Primitives that compute each entry of the result from one entry of each operand.
@@ -91,8 +91,8 @@ _LINEAR = names(
 @_rule(" ".join(ELEMENTWISE | _LINEAR))
 def _entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
-    own = range(1 if op.at.name == "select_n" else 0, len(op.ins))
-    if len(op.at.eqn.outvars) > 1:  # a result for each operand
+    own = range(1 if op.eqn.name == "select_n" else 0, len(op.ins))
+    if len(op.eqn.jaxpr_eqn.outvars) > 1:  # a result for each operand
         own = [op.k]
     return [(i, op.through(_same(op.ins[i], op.out))) for i in own]
 
@@ -183,7 +183,7 @@ def _split(op: Op) -> Moves:
     at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
     def move(label: Label) -> Label:
-        if op.at.name == "unstack":  # the result lacks the axis
+        if op.eqn.name == "unstack":  # the result lacks the axis
             label = np.expand_dims(label, op.lead + axis)
         return placed(label, op.lead + axis, size, at)
 
@@ -193,7 +193,7 @@ def _split(op: Op) -> Moves:
 @_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
     # the dimension, from JAX 0.12 on
-    is_new = op.at.name == "stack"
+    is_new = op.eqn.name == "stack"
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
     ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
@@ -227,7 +227,7 @@ def _pad(op: Op) -> Moves:
 
 @_rule("dynamic_slice")
 def _dynamic_slice(op: Op) -> Moves:
-    starts = dict(enumerate(op.at.inputs()[1:]))
+    starts = dict(enumerate(op.eqn.inputs()[1:]))
     return [(0, lambda label: _picked(label, op, starts, op.out))]
 
 
@@ -257,7 +257,7 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
 @_rule("dynamic_update_slice scatter scatter-add scatter_add")
 def _update(op: Op) -> Moves:
     """Returns the moves of a sum whose second summand may be anywhere in the result."""
-    i = 1 if op.at.name == "dynamic_update_slice" else 2
+    i = 1 if op.eqn.name == "dynamic_update_slice" else 2
     return [(0, lambda label: label), (i, op.through(_same(op.ins[i], op.out)))]
 
 
@@ -267,14 +267,14 @@ def _gather(op: Op) -> Moves:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(op.ins[0])) if d not in gone]
     to: list[int | None] = [None] * len(op.ins[0])
-    for d, at in zip(kept, numbers.offset_dims, strict=True):
-        to[d] = at
+    for d, eqn in zip(kept, numbers.offset_dims, strict=True):
+        to[d] = eqn
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     for d, j in zip(*batch, strict=True):
         to[d] = rest[j]  # batch dimensions, as `vmap` makes them
     # A single index is a slice; one index per token is not.
-    index = op.at.inputs()[1]
+    index = op.eqn.inputs()[1]
     starts = dict.fromkeys(numbers.start_index_map, index)
     is_slice = len(numbers.offset_dims) == len(op.out)
     after = tuple(
@@ -299,7 +299,7 @@ PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated
 
 @_rule(" ".join(PRODUCTS))
 def _product(op: Op) -> Moves:
-    return [(i, op.through(to)) for i, to in enumerate(op.at.to)]
+    return [(i, op.through(to)) for i, to in enumerate(op.eqn.to)]
 
 
 def sides(eqn: Any) -> list[list[int | None]]:
@@ -352,8 +352,8 @@ def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
 
 
 def _devices(op: Op) -> list[int]:
-    names = jaxprs.axes_of(op.at.eqn)
-    return [x.axis for x in op.at.frame.lead if x.of in names]
+    names = jaxprs.axes_of(op.eqn.jaxpr_eqn)
+    return [x.axis for x in op.eqn.frame.lead if x.of in names]
 
 
 @_rule("psum psum_invariant psum2 pmax pmin")
@@ -384,7 +384,7 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
     one from each device along `joins`, or their sum.
     """
     devices, block = _devices(op), list(op.ins[0])
-    count = math.prod(x.size for x in op.at.frame.lead if x.axis in devices)
+    count = math.prod(x.size for x in op.eqn.frame.lead if x.axis in devices)
     if split is not None:
         block[split : split + 1] = [block[split] // count] * bool(op.params["tiled"])
     axis = op.lead + (joins if joins is not None else split or 0)

@@ -117,59 +117,61 @@ class Scaling:
             for origin in self._graph.origins(atom, way.labels, way.seen):
                 if origin.parameter is not None:
                     found.append(Summand((Factor(origin.parameter, origin.labels),)))
-                elif origin.at is not None:
+                elif origin.eqn is not None:
                     labels, seen = origin.labels, origin.seen
                     after = way._replace(labels=labels, seen=seen, steps=way.steps + 1)
-                    found += self._equation(origin.at, origin.k, after)
+                    found += self._equation(origin.eqn, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
             self._known[key] = summed(found)
         return self._known[key]
 
-    def _equation(self, at: Eqn, k: int, way: Way) -> Iterable[Summand]:
-        inputs, facts, name = at.inputs(), self._facts.inputs(at), at.name
+    def _equation(self, eqn: Eqn, k: int, way: Way) -> Iterable[Summand]:
+        inputs, facts, name = eqn.inputs(), self._facts.inputs(eqn), eqn.name
         why = (
-            f"{name} at {at.line}, which is not linear, stands between the parameters "
+            f"{name} at {eqn.line}, which is not linear, stands between the parameters "
             "and"
         )
-        if not self._facts.of(at.output(k)).leaves:
-            return [] if at.output(k).number == 0 else [Summand((), ADDED)]
-        back = dict(moves(at, k))
+        if not self._facts.of(eqn.output(k)).leaves:
+            return [] if eqn.output(k).number == 0 else [Summand((), ADDED)]
+        back = dict(moves(eqn, k))
         if not back:
             return [Summand((), why)]
         if name in ("mul", "div", *PRODUCTS):
-            return self._product(at, facts, back, way)
+            return self._product(eqn, facts, back, way)
         if name in ELEMENTWISE:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
-            made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
+            made = (
+                self._operand(eqn, i, back[i], way) for i in back if facts[i].leaves
+            )
             return [unscaled([s for x in made for s in x], why)]
-        taken = self._finite_case(at) if name == "select_n" else None
+        taken = self._finite_case(eqn) if name == "select_n" else None
         found: list[Summand] = []
         for i, move in back.items():
             if (taken is None or i == taken) and not inputs[i].is_zero:
-                own = self._operand(at, i, move, way)
+                own = self._operand(eqn, i, move, way)
                 if own and not facts[i].leaves:
                     is_shift = any(fact.is_weight for fact in facts)
                     if name in ("max", "min"):
                         own = (Summand((), why),)
                     elif is_shift and not facts[i].has_data and name in ("add", "sub"):
                         own = (Summand((), SHIFTED),)
-                found += self._met(at, facts[i], own)
+                found += self._met(eqn, facts[i], own)
         return found
 
-    def _operand(self, at: Eqn, i: int, move: Move, way: Way) -> Sum:
+    def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
         own = way._replace(labels=tuple(map(move, way.labels)))
-        found = self._of(at.inputs()[i], own)
+        found = self._of(eqn.inputs()[i], own)
         # An index picks one kernel of a stack, but reads all rows of a position table.
-        is_stack = i == 0 and self._facts.of(at.output()).is_weight
-        if at.name in ("dynamic_slice", "gather") and is_stack and _is_any(at):
+        is_stack = i == 0 and self._facts.of(eqn.output()).is_weight
+        if eqn.name in ("dynamic_slice", "gather") and is_stack and _is_any(eqn):
             picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
             return tuple(picked)
         return found
 
-    def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
+    def _met(self, eqn: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
         """Notes this equation in the factors that were still a parameter here."""
-        event = self._facts.event(at)
+        event = self._facts.event(eqn)
         if not (fact.is_weight and (event or is_kernel)):
             return found
 
@@ -180,15 +182,15 @@ class Scaling:
         return tuple(s.changed(of) for s in found)
 
     def _product(
-        self, at: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
+        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
     ) -> Iterable[Summand]:
         """Multiplies each summand of one operand with each summand of the other."""
-        is_matrix, is_quotient = at.name in PRODUCTS, at.name == "div"
+        is_matrix, is_quotient = eqn.name in PRODUCTS, eqn.name == "div"
 
         def side(i: int, deeper: int = 0) -> Sum:
             own = way._replace(depth=way.depth + deeper)
-            found = self._operand(at, i, back[i], own)
-            found = self._met(at, facts[i], found, is_matrix and facts[i].is_weight)
+            found = self._operand(eqn, i, back[i], own)
+            found = self._met(eqn, facts[i], found, is_matrix and facts[i].is_weight)
             if is_quotient and i == 1:
                 return (unscaled(found, NORMED),)
             other = facts[1 - i]
@@ -221,11 +223,11 @@ class Scaling:
         pairs = itertools.product(first, second)
         return [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
 
-    def _finite_case(self, at: Eqn) -> int | None:
+    def _finite_case(self, eqn: Eqn) -> int | None:
         """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
         # The operands of `select_n` are the condition, the case for False, for True.
-        made = self._graph.made_by(at.inputs()[0])
-        if len(made) != 1 or len(at.eqn.invars) != 3:
+        made = self._graph.made_by(eqn.inputs()[0])
+        if len(made) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
             return None
         test, args = made[0], made[0].inputs()
         if test.name == "is_finite":
@@ -292,10 +294,10 @@ def _joined(a: Factor, b: Factor) -> Factor:
     )
 
 
-def _is_any(at: Eqn) -> bool:
+def _is_any(eqn: Eqn) -> bool:
     """Returns whether an index with unknown value picks one entry of a parameter."""
-    of, *starts = at.inputs()
-    if at.name == "gather":
+    of, *starts = eqn.inputs()
+    if eqn.name == "gather":
         return starts[0].number is None
-    dims = zip(at.output().shape, of.shape, starts, strict=True)
+    dims = zip(eqn.output().shape, of.shape, starts, strict=True)
     return any(n == 1 < m and x.number is None for n, m, x in dims)

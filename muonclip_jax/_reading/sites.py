@@ -29,7 +29,7 @@ from .softmaxes import Path, Product, Softmaxes
 class Site:
     """An equation that has logits as an operand, and their layout there.
 
-    - `at`: the equation; `operand` is the index of the logits.
+    - `eqn`: the equation; `operand` is the index of the logits.
     - `axes`: the axes along which the equation takes their maximum, if it does.
     - `dims`: the dimensions of the heads.
     - `rows`: for each head, the indices of its entries of `dims`, in C order.
@@ -41,7 +41,7 @@ class Site:
     - `added`: the lines that add a bias made by parameters, with these parameters.
     """
 
-    at: Eqn
+    eqn: Eqn
     axes: tuple[int, ...] = ()
     operand: int = 0
     dims: tuple[int, ...] = ()
@@ -54,11 +54,11 @@ class Site:
     @property
     def atom(self) -> Atom:
         """The logits."""
-        return self.at.inputs()[self.operand]
+        return self.eqn.inputs()[self.operand]
 
     def largest(self, x: Any) -> jax.Array:
         """Returns the maximum of the logits of every head, `(heads,)`."""
-        if jaxprs.is_statistic(self.at.eqn):
+        if jaxprs.is_statistic(self.eqn.jaxpr_eqn):
             return x
         x = jax.lax.stop_gradient(x)
         if not self.boxes and not {*self.dims} & {*self.axes}:
@@ -99,7 +99,7 @@ def sites_of(
         if site is None or site.atom in sites:
             continue
         fact = reader.facts.of(site.atom)
-        here = [x for x in read if reader.facts.product(x[0].at) & fact.products]
+        here = [x for x in read if reader.facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
             ways += _ways(reader, here, site, bits)
@@ -115,7 +115,7 @@ _LOST = "could not be followed into the softmax"
 def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
-    atom, bits_of = site.atom, [reader.facts.product(x.at) for x, _ in read]
+    atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in read]
     labels, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
     if labels is None:
         raise Unclear(_LOST)
@@ -147,33 +147,33 @@ def _note_biases(
     reader: Softmaxes, site: Site, ways: Sequence[Path], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
-    every = [at for path in ways for at in path.way]
-    way: dict[Address, set[int]] = {at.at: set() for at in every}
-    for at, i in (added for path in ways for added in path.added):
-        fact = reader.facts.of(at.inputs()[i])
+    every = [eqn for path in ways for eqn in path.way]
+    way: dict[Address, set[int]] = {eqn.address: set() for eqn in every}
+    for eqn, i in (added for path in ways for added in path.added):
+        fact = reader.facts.of(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
-            way[at.at].add(i)
+            way[eqn.address].add(i)
             one = -1 if fact.sole is None else fact.sole
             if made := members(fact.leaves) if one < 0 else [one]:
-                site.added.setdefault(at.line, set()).update(made)
-    if any(way.values()) or any(at.name == "tanh" for at in every):
+                site.added.setdefault(eqn.line, set()).update(made)
+    if any(way.values()) or any(eqn.name == "tanh" for eqn in every):
         site.way = way
 
 
 def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     """Returns the equation that names a kernel's maxima as the statistic, if any."""
-    frame = product.at.frame
+    frame = product.eqn.frame
     while frame.kind != "kernel":
         if frame.caller is None:
             return None
         frame = frame.caller.frame
     call: Any = frame.caller
-    rule: Any = kernels.rule_of(call.eqn)
-    for at in reader.equations if isinstance(rule.maxima, int) else ():
-        if jaxprs.is_statistic(at.eqn):
-            (atom,) = at.inputs()
-            if any(x.at is call for x in reader.graph.walk(atom, atom.whole)):
-                return Site(at)
+    rule: Any = kernels.rule_of(call.jaxpr_eqn)
+    for eqn in reader.equations if isinstance(rule.maxima, int) else ():
+        if jaxprs.is_statistic(eqn.jaxpr_eqn):
+            (atom,) = eqn.inputs()
+            if any(x.eqn is call for x in reader.graph.walk(atom, atom.whole)):
+                return Site(eqn)
     return None
 
 
@@ -186,32 +186,32 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
-    found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
+    found = Site(exp, factor=factor, operand=len(exp.jaxpr_eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
         made = reader.graph.made_by(atom)
         if len(made) != 1 or reader.facts.product(made[0]) & bits:
             return found
-        (at,), inputs = made, made[0].inputs()
-        facts = reader.facts.inputs(at)
+        (eqn,), inputs = made, made[0].inputs()
+        facts = reader.facts.inputs(eqn)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if at.name == "log" or (at.name == "max" and len(own) > 1):
+        if eqn.name == "log" or (eqn.name == "max" and len(own) > 1):
             return None
-        if not own or not moves(at, 0):
+        if not own or not moves(eqn, 0):
             return found
-        if at.name in ("mul", "div") and len(own) > 1:
+        if eqn.name in ("mul", "div") and len(own) > 1:
             return found  # logits divided by their own spread are not shifted
-        if at.name == "sub" and own[0] == 0:
+        if eqn.name == "sub" and own[0] == 0:
             if maxima := reader.maxima(inputs[1], facts[0].products & bits):
-                axes = tuple(maxima[0].eqn.params["axes"])
+                axes = tuple(maxima[0].jaxpr_eqn.params["axes"])
                 found = Site(maxima[0], axes, factor=factor)
             elif own == [0, 1] or reader.maxima(inputs[1], bits):
-                found = Site(at, factor=factor)
-        elif at.name in ("mul", "div") and len(own) == 1:
+                found = Site(eqn, factor=factor)
+        elif eqn.name in ("mul", "div") and len(own) == 1:
             number = inputs[1 - own[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
-            factor = factor * number if at.name == "mul" else factor / number
-        atom = inputs[own[-1] if at.name == "select_n" else own[0]]
+            factor = factor * number if eqn.name == "mul" else factor / number
+        atom = inputs[own[-1] if eqn.name == "select_n" else own[0]]
 
 
 def _rows(
@@ -228,7 +228,7 @@ def _rows(
         raise Unclear(cannot)
     own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
     label = marks(1, 0, count, exact=True).reshape([1] * atom.lead + own)
-    bit = reader.facts.product(product.at)
+    bit = reader.facts.product(product.eqn)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
     # Each product has its own axes of heads: one with skewed relative positions may
@@ -236,7 +236,7 @@ def _rows(
     found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
     local = heads.label
     # On a mesh each device has its own heads: take those of the first device.
-    for lead_of in product.at.frame.lead:
+    for lead_of in product.eqn.frame.lead:
         if lead_of.axis in heads.axes:
             local = local.take([0], lead_of.axis)
     of: dict[int, int] = {}
@@ -246,8 +246,9 @@ def _rows(
     rows = [members(of[head]) for head in sorted(of)]
     if any(rows) and not all(rows):
         raise Refused(
-            f"the logits of only some heads enter the softmax at {site.at.line}: split "
-            "query and key by heads before their product, and not their logits"
+            "the logits of only some heads enter the softmax at "
+            f"{site.eqn.line}: split query and key by heads before their product, and "
+            "not their logits"
         )
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
     if not is_apart or len({*map(len, rows)}) != 1:
