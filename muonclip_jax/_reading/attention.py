@@ -14,32 +14,32 @@ from .._model.owned_leaf import OwnedLeaf
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
-from .heads import bits_of, Heads, heads_of, Refused, shows_all
+from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
 from .labels import along, distinct, is_varied, joined, marks, varied
 from .numbers import Lead
 from .primitives import moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, sites_of, Unclear
-from .softmaxes import Path, Product, Softmaxes
+from .softmaxes import Product, Route, Softmaxes
 
 
 # The longest dimension of a product's sum that is divided into regions.
 _LONGEST = 1 << 14
 
 
-class Part(NamedTuple):
+class ScaledEntries(NamedTuple):
     """Entries of a parameter in which logits are linear."""
 
     parameter: int
     leaf: OwnedLeaf  # which entries; `layers.py` adds the path
     why: str = ""  # why the layer of an entry is unknown, or empty
 
-    def meets(self, other: "Part") -> bool:
+    def meets(self, other: "ScaledEntries") -> bool:
         """Whether both have an entry of one parameter in common."""
         is_same = self.parameter == other.parameter
         return is_same and not self.leaf.is_apart_from(other.leaf)
 
-    def joined_with(self, other: "Part") -> "Part":
+    def joined_with(self, other: "ScaledEntries") -> "ScaledEntries":
         """Returns the union: several products of the same entries scale them once."""
         if self.leaf.stack != other.leaf.stack:
             return other
@@ -49,8 +49,8 @@ class Part(NamedTuple):
 class Pair(NamedTuple):
     """The parts that scale query and key of a product; a side without any is empty."""
 
-    query: list[Part]
-    key: list[Part]
+    query: list[ScaledEntries]
+    key: list[ScaledEntries]
     whys: list[str]  # for each side, why nothing scales it
 
     def without(self, i: int, why: str) -> "Pair":
@@ -88,7 +88,7 @@ class Layer:
     unclear: str = ""  # why its statistic cannot be recorded
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ScaledEntries]:
         return [part for x in self.pairs for part in (*x.query, *x.key)]
 
     @property
@@ -107,7 +107,7 @@ class _Array(NamedTuple):
 class _Scaled(NamedTuple):
     """Entries that a clip would scale, and the events where they meet activations."""
 
-    parts: list[Part]
+    parts: list[ScaledEntries]
     events: set[int]
 
     def has(self, use: Use) -> bool:
@@ -147,7 +147,7 @@ class LayerReader:
         self.refusals: list[str] = []
         # The results so far: the products without biases, also as bits; the parts that
         # scale their sides; and the parameters of their queries.
-        self.found: list[tuple[Product, Heads]] = []
+        self.found: list[tuple[Product, HeadMap]] = []
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
@@ -171,7 +171,7 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # frozen logits are as good as data
-        ways: list[Path] = []
+        ways: list[Route] = []
         try:
             if self.found:
                 of = self.softmaxes, self.found, self.exps, self.bits
@@ -243,7 +243,7 @@ class LayerReader:
         self.bits |= facts.product(product.eqn)
 
     def _again(
-        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
+        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Route]
     ) -> dict[int, str]:
         """Returns the sides whose scaled entries enter logits again, and where.
 
@@ -274,7 +274,7 @@ class LayerReader:
                     found |= {i: why for i in sides if i not in found}
         return found
 
-    def _temperature(self, path: Path) -> list[Part] | None:
+    def _temperature(self, path: Route) -> list[ScaledEntries] | None:
         """Returns the parts of a temperature, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
@@ -363,7 +363,7 @@ class LayerReader:
             }
         return found
 
-    def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
+    def _by_region(self, product: Product, order: tuple[int, int], heads: HeadMap):
         """Iterates over regions of the sum, with the parts for query and key.
 
         A side has one factor of each of its summands, or no parts if a summand has no
@@ -412,9 +412,9 @@ class LayerReader:
         return list(regions.values()) if len(regions) > 1 else [None]
 
     def _parts(
-        self, found: Sum, heads: Heads, loops: list[Lead]
-    ) -> tuple[list[Part] | None, str, set[int]]:
-        parts: dict[int, Part] = {}
+        self, found: Sum, heads: HeadMap, loops: list[Lead]
+    ) -> tuple[list[ScaledEntries] | None, str, set[int]]:
+        parts: dict[int, ScaledEntries] = {}
         events: set[int] = set()
         for s in found:
             made = [f for f in s.linear if f.labels[0].any()] or s.factors
@@ -441,7 +441,7 @@ class LayerReader:
             parts[best.parameter] = best
         return list(parts.values()), "", events
 
-    def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
+    def _part(self, factor: Factor, heads: HeadMap, loops: list[Lead]) -> ScaledEntries:
         label, why = factor.labels[0], PICKED if factor.is_picked else ""
         stack: list[int] = []
         for loop, trips in zip(loops, factor.labels[1:], strict=True):
@@ -453,8 +453,8 @@ class LayerReader:
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()
         label = joined(label, stack).squeeze(tuple(stack))
-        leaf = OwnedLeaf("", tuple(stack), *heads.owners(label))
-        return Part(factor.parameter, leaf, why)
+        leaf = OwnedLeaf("", tuple(stack), *heads.head_ids(label))
+        return ScaledEntries(factor.parameter, leaf, why)
 
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
@@ -465,7 +465,7 @@ def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
     """Whether some entry belongs to different heads in both."""
     if a.stack != b.stack or a.heads != b.heads:
         return False
-    one, other = np.broadcast_arrays(a.owners, b.owners)
+    one, other = np.broadcast_arrays(a.head_ids, b.head_ids)
     return bool(((one != other) & (one >= 0) & (other >= 0)).any())
 
 

@@ -18,14 +18,14 @@ from .softmaxes import Product
 _MOST = 1 << 14
 
 
-class Heads(NamedTuple):
+class HeadMap(NamedTuple):
     """The heads of a product."""
 
     axes: tuple[int, ...]  # axes of the product's labels along which heads are
     label: Label  # label of the product, with a bit for each head
     number: int
 
-    def owners(self, label: Label) -> tuple[np.ndarray, int]:
+    def head_ids(self, label: Label) -> tuple[np.ndarray, int]:
         """Returns the head, or group of heads, of each entry, and their number."""
         # In the order of the first head in each: `m & -m` is the lowest bit of a mark.
         groups = sorted(distinct(label), key=lambda m: (m & -m, m))
@@ -42,7 +42,7 @@ class Refused(Exception):
     """Raised if heads cannot be told apart, or are not heads of one layer."""
 
 
-def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Heads:
+def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
     """Returns the heads of a product whose query is operand `order[0]`.
 
     Along heads, a side has different entries of parameters. Devices may be heads, if
@@ -65,7 +65,7 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     shape = [sizes[a] if a in chosen else 1 for a in product.sizes]
     numbers = np.arange(count).reshape(shape)
     classes = np.array(_classes(scaling, product, order, _bits(numbers), count))
-    return Heads(tuple(chosen), _bits(classes[numbers]), int(classes.max()) + 1)
+    return HeadMap(tuple(chosen), _bits(classes[numbers]), int(classes.max()) + 1)
 
 
 def _axes_of(

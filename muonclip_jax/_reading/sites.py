@@ -18,11 +18,11 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .facts import members
 from .graph import Atom, Eqn
-from .heads import Heads, Refused
+from .heads import HeadMap, Refused
 from .jaxprs import Address
 from .labels import joined_but, marks
 from .primitives import moves
-from .softmaxes import Path, Product, Softmaxes
+from .softmaxes import Product, Route, Softmaxes
 
 
 @dataclasses.dataclass
@@ -79,12 +79,12 @@ class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
-Read = Sequence[tuple[Product, Heads]]
+Read = Sequence[tuple[Product, HeadMap]]
 
 
 def sites_of(
     reader: Softmaxes, read: Read, exps: Sequence[Eqn], bits: int
-) -> tuple[list[Site], list[Path]]:
+) -> tuple[list[Site], list[Route]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
     There is one site if all logits are joined, and one for each tile of keys if not.
@@ -92,7 +92,7 @@ def sites_of(
     if named := _statistic(reader, read[-1][0]):
         return [named], []
     sites: dict[Atom, Site] = {}
-    ways: list[Path] = []
+    ways: list[Route] = []
     left = bits
     for exp in exps:
         site = _entrance(reader, exp, bits)
@@ -112,7 +112,7 @@ def sites_of(
 _LOST = "could not be followed into the softmax"
 
 
-def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
+def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
     atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in read]
@@ -144,7 +144,7 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
 
 
 def _note_biases(
-    reader: Softmaxes, site: Site, ways: Sequence[Path], bits: int
+    reader: Softmaxes, site: Site, ways: Sequence[Route], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
     every = [eqn for path in ways for eqn in path.way]
@@ -215,8 +215,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
 
 
 def _rows(
-    reader: Softmaxes, site: Site, product: Product, heads: Heads
-) -> tuple[np.ndarray, Path]:
+    reader: Softmaxes, site: Site, product: Product, heads: HeadMap
+) -> tuple[np.ndarray, Route]:
     """Returns `Site.rows` for a product, and the path from the product to the site."""
     atom = site.atom
     count = math.prod(atom.shape[d] for d in site.dims)

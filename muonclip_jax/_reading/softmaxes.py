@@ -62,7 +62,7 @@ class Product(NamedTuple):
 
 
 @dataclasses.dataclass
-class Path:
+class Route:
     """The equations between a product and an array that was computed from it."""
 
     way: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
@@ -235,10 +235,10 @@ class Softmaxes:
 
     def to_product(
         self, atom: Atom, labels: Labels, bit: int
-    ) -> tuple[Labels | None, "Path"]:
+    ) -> tuple[Labels | None, "Route"]:
         """Follows an array back to a product: its labels, or `None`, and the path."""
         found: list[Labels] = []
-        path, target = Path(), self.facts.products[bit]
+        path, target = Route(), self.facts.products[bit]
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
