@@ -15,7 +15,7 @@ from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
-from .labels import along, distinct, is_varied, joined, marks, varied
+from .marks import distinct, is_varied, marks_along, numbered, union_along, varied
 from .numbers import Lead
 from .primitives import moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
@@ -112,7 +112,7 @@ class _Scaled(NamedTuple):
 
     def has(self, use: Use) -> bool:
         own = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
-        return any(bool((mask & (use.label != 0)).any()) for mask in own)
+        return any(bool((mask & (use.marks != 0)).any()) for mask in own)
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
@@ -283,18 +283,18 @@ class LayerReader:
         def bits(entries: int) -> int:
             return union(of.get(x, 0) for x in members(entries))
 
-        for eqn, i, (label, *_) in path.factors:
+        for eqn, i, (marks, *_) in path.factors:
             atom = eqn.inputs()[i]
             if eqn.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
-                label = np.asarray(np.frompyfunc(bits, 1, 1)(label), object)
-                label = dict(moves(eqn, 0))[i](label)
+                marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
+                marks = dict(moves(eqn, 0))[i](marks)
                 # Trips are layers here, as they are for the sides of a product.
                 loops = [x for x in eqn.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
-                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (label, *trips))
+                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (marks, *trips))
                 parts, _, events = self._parts(found, heads, loops)
-                sets = sorted(distinct(label), key=lambda m: (m & -m, m))
+                sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
                 if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
@@ -344,8 +344,10 @@ class LayerReader:
     def _factors(self, product: Product, i: int) -> Iterator[Factor]:
         """Iterates over an operand's factors, marked along the dimensions summed."""
         atom = product.operand(i)
-        labels = product.over_of(i) or atom.whole
-        return (f for s in self.softmaxes.scaling.of(atom, labels) for f in s.factors)
+        all_marks = product.over_of(i) or atom.whole
+        return (
+            f for s in self.softmaxes.scaling.of(atom, all_marks) for f in s.factors
+        )
 
     def _tokens(self, product: Product) -> set[int]:
         """Returns parameters that are themselves queries or keys, not their weights.
@@ -359,7 +361,7 @@ class LayerReader:
                 f.parameter
                 for f in (self._factors(product, i) if fact.is_weight else ())
                 if not fact.is_pair
-                or (f.is_kernel and not any(map(is_varied, f.labels)))
+                or (f.is_kernel and not any(map(is_varied, f.all_marks)))
             }
         return found
 
@@ -376,14 +378,14 @@ class LayerReader:
         for region in self._regions(product, order[1]):
             out, whys = [], []
             for i in order:
-                atom, label = product.operand(i), product.side(i, heads.label)
+                atom, marks = product.operand(i), product.side(i, heads.marks)
                 if region is not None:
                     d = product.over[0][i]
                     is_inside = np.isin(np.arange(atom.shape[d]), region)
                     bits = np.where(is_inside, -1, 0).astype(object)  # -1: all bits
-                    label = label & atom.along(d, bits)
-                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
+                    marks = marks & atom.marked(d, bits)
+                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
                 parts, why, events = self._parts(found, heads, loops)
                 role = order.index(i)
                 self.arrays.append(_Array(atom, role))
@@ -402,10 +404,10 @@ class LayerReader:
         n = atom.shape[pair[i]]
         if n == 1 or n > _LONGEST:
             return [None]
-        label = marks(atom.rank, atom.lead + pair[i], n, exact=True)
-        found = self.softmaxes.scaling.of(atom, (label,), shows_all)
+        marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
+        found = self.softmaxes.scaling.of(atom, (marks,), shows_all)
         first = [f for s in found for f in (s.linear or s.factors)[:1]]
-        rows = [bits_of(union(f.labels[0].ravel().tolist()), n) for f in first]
+        rows = [bits_of(union(f.all_marks[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}
         for j, column in enumerate(np.stack(rows).T if rows else ()):
             regions.setdefault(column.tobytes(), []).append(j)
@@ -417,10 +419,10 @@ class LayerReader:
         parts: dict[int, ScaledEntries] = {}
         events: set[int] = set()
         for s in found:
-            made = [f for f in s.linear if f.labels[0].any()] or s.factors
+            made = [f for f in s.linear if f.all_marks[0].any()] or s.factors
             self.layer.makers |= {f.parameter for f in made}
         for s in found:
-            if any(not f.labels[0].any() for f in s.factors):
+            if any(not f.all_marks[0].any() for f in s.factors):
                 continue  # the summand is in another region
             linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
@@ -442,18 +444,18 @@ class LayerReader:
         return list(parts.values()), "", events
 
     def _part(self, factor: Factor, heads: HeadMap, loops: list[Lead]) -> ScaledEntries:
-        label, why = factor.labels[0], PICKED if factor.is_picked else ""
+        marks, why = factor.all_marks[0], PICKED if factor.is_picked else ""
         stack: list[int] = []
-        for loop, trips in zip(loops, factor.labels[1:], strict=True):
+        for loop, trips in zip(loops, factor.all_marks[1:], strict=True):
             own = varied(trips)
             for axis in own:
-                line = along(trips, axis)
+                line = marks_along(trips, axis)
                 if axis in stack or len(distinct(line)) < len(line):
                     why = why or PARTIAL
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()
-        label = joined(label, stack).squeeze(tuple(stack))
-        leaf = OwnedLeaf("", tuple(stack), *heads.head_ids(label))
+        marks = union_along(marks, stack).squeeze(tuple(stack))
+        leaf = OwnedLeaf("", tuple(stack), *heads.head_ids(marks))
         return ScaledEntries(factor.parameter, leaf, why)
 
 

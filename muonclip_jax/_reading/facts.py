@@ -1,6 +1,6 @@
 """Facts about what each variable is made of, found in one forward pass.
 
-A fact has a few bits. It says where to look; labels then go back from there.
+A fact has a few bits. It says where to look; marks then go back from there.
 """
 
 import functools

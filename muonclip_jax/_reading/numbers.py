@@ -15,7 +15,7 @@ from .jaxprs import Address
 
 
 class Lead(NamedTuple):
-    """A dimension in front of labels: trips of a loop, or devices along a mesh axis."""
+    """A dimension in front of marks: trips of a loop, or devices along a mesh axis."""
 
     axis: int  # its place in the lead
     of: Address | str  # the address of the loop, or the name of the mesh axis

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts
-from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, key_of
+from .graph import AllMarks, Atom, Eqn, Graph
+from .marks import key_of, union_of
 from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
-    """A parameter among the factors of a summand, with the labels of its entries."""
+    """A parameter among the factors of a summand, with the marks of its entries."""
 
     parameter: int
-    labels: Labels
+    all_marks: AllMarks
     event: int = 0  # the bit of the equation where it met an activation; 0 before
     is_kernel: bool = False  # the kernel of a product, not a gain, bias or table
     # False after something nonlinear, such as the division in a norm. The outputs of
@@ -50,11 +50,11 @@ Sum = tuple[Summand, ...]
 # attention has few: a projection, its bias, an adapter's product, for each source.
 _MOST_SUMMANDS = 12
 
-#: Returns whether the search stops at a kernel, from its labels and its operand's.
-IsLast = Callable[[Labels, Labels], bool]
+#: Returns whether the search stops at a kernel, from its marks and its operand's.
+IsLast = Callable[[AllMarks, AllMarks], bool]
 
 
-def never(kernel: Labels, other: Labels) -> bool:
+def never(kernel: AllMarks, other: AllMarks) -> bool:
     return False
 
 
@@ -73,9 +73,9 @@ NORMED = (
 
 
 class Way(NamedTuple):
-    """How far an array was followed back, with which labels and limits."""
+    """How far an array was followed back, with which marks and limits."""
 
-    labels: Labels
+    all_marks: AllMarks
     seen: frozenset[Any] = frozenset()  # the loop carries that it passed through
     depth: int = 0  # products that were multiplied out
     steps: int = 0  # equations
@@ -93,33 +93,35 @@ class Scaling:
     def of(
         self,
         atom: Atom,
-        labels: Labels,
+        all_marks: AllMarks,
         is_last: IsLast = never,
         deepest: int = _DEEPEST,
     ) -> Sum:
         """Returns the summands of an array.
 
-        `is_last` receives the labels of a kernel and of its operand. If it returns
+        `is_last` receives the marks of a kernel and of its operand. If it returns
         true, the search does not follow the operand. It also stops after `deepest`
         nested products.
         """
-        # Known sums hold only for the same labels and limits, so each call starts anew.
+        # Known sums hold only for the same marks and limits, so each call starts anew.
         # Without them, a residual stream would be followed once for each way to it.
         self._known = {}
-        return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
+        return self._of(atom, Way(all_marks, is_last=is_last, deepest=deepest))
 
     def _of(self, atom: Atom, way: Way) -> Sum:
-        key = atom, way.depth, *map(key_of, way.labels)
+        key = atom, way.depth, *map(key_of, way.all_marks)
         if key not in self._known:
             found: list[Summand] = []
             if way.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
-            for origin in self._graph.origins(atom, way.labels, way.seen):
+            for origin in self._graph.origins(atom, way.all_marks, way.seen):
                 if origin.parameter is not None:
-                    found.append(Summand((Factor(origin.parameter, origin.labels),)))
+                    found.append(Summand((Factor(origin.parameter, origin.all_marks),)))
                 elif origin.eqn is not None:
-                    labels, seen = origin.labels, origin.seen
-                    after = way._replace(labels=labels, seen=seen, steps=way.steps + 1)
+                    all_marks, seen = origin.all_marks, origin.seen
+                    after = way._replace(
+                        all_marks=all_marks, seen=seen, steps=way.steps + 1
+                    )
                     found += self._equation(origin.eqn, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
@@ -160,7 +162,7 @@ class Scaling:
         return found
 
     def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
-        own = way._replace(labels=tuple(map(move, way.labels)))
+        own = way._replace(all_marks=tuple(map(move, way.all_marks)))
         found = self._of(eqn.inputs()[i], own)
         # An index picks one kernel of a stack, but reads all rows of a position table.
         is_stack = i == 0 and self._facts.of(eqn.output()).is_weight
@@ -206,8 +208,8 @@ class Scaling:
         one, two = (1, 0) if is_second else (0, 1)
         first = side(one)
         if is_weight[one] and is_matrix and first and all(s.linear for s in first):
-            other = tuple(map(back[two], way.labels))
-            if all(way.is_last(s.linear[0].labels, other) for s in first):
+            other = tuple(map(back[two], way.all_marks))
+            if all(way.is_last(s.linear[0].all_marks, other) for s in first):
                 return first
         # The factor of a norm depends on nothing but the array that it normalizes.
         is_norm = not (
@@ -271,8 +273,8 @@ def summed(summands: Iterable[Summand]) -> Sum:
     """Returns a sum in which summands with the same factors are merged."""
     found: dict[Any, Summand] = {}
     for s in summands:
-        # Merging x with mean(x) would hide along which axes the labels of x vary.
-        axes = ([n > 1 for x in f.labels for n in x.shape] for f in s.factors)
+        # Merging x with mean(x) would hide along which axes the marks of x vary.
+        axes = ([n > 1 for x in f.all_marks for n in x.shape] for f in s.factors)
         own = ((f[0], *f[2:5], *of) for f, of in zip(s.factors, axes, strict=True))
         key = tuple(own) or s.why
         if key in found:
@@ -285,9 +287,11 @@ def summed(summands: Iterable[Summand]) -> Sum:
 
 
 def _joined(a: Factor, b: Factor) -> Factor:
-    labels = tuple(either(x, y) for x, y in zip(a.labels, b.labels, strict=True))
+    all_marks = tuple(
+        union_of(x, y) for x, y in zip(a.all_marks, b.all_marks, strict=True)
+    )
     return b._replace(
-        labels=labels,
+        all_marks=all_marks,
         is_linear=a.is_linear and b.is_linear,
         is_kernel=a.is_kernel or b.is_kernel,
         is_picked=a.is_picked or b.is_picked,

@@ -20,7 +20,7 @@ from .facts import members
 from .graph import Atom, Eqn
 from .heads import HeadMap, Refused
 from .jaxprs import Address
-from .labels import joined_but, marks
+from .marks import numbered, union_but
 from .primitives import moves
 from .softmaxes import Product, Route, Softmaxes
 
@@ -116,12 +116,12 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
     atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in read]
-    labels, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
-    if labels is None:
+    all_marks, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
+    if all_marks is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
     # Some of these entries may belong to no head, which `is_varied` would not see.
-    marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
+    marked = [{*union_but(x, of_heads).ravel().tolist()} for x in all_marks]
     dims = enumerate(zip(atom.shape, marked, strict=False))
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
     site.rows, path = _rows(reader, site, product, heads)
@@ -227,14 +227,14 @@ def _rows(
     if count > 1 << 14:
         raise Unclear(cannot)
     own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
-    label = marks(1, 0, count, exact=True).reshape([1] * atom.lead + own)
+    marks = numbered(1, 0, count, exact=True).reshape([1] * atom.lead + own)
     bit = reader.facts.product(product.eqn)
-    labels, path = reader.to_product(atom, (label,), bit)
-    assert labels is not None
+    all_marks, path = reader.to_product(atom, (marks,), bit)
+    assert all_marks is not None
     # Each product has its own axes of heads: one with skewed relative positions may
     # order them differently.
-    found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
-    local = heads.label
+    found = union_but(all_marks[0], [a for a in heads.axes if a >= product.lead])
+    local = heads.marks
     # On a mesh each device has its own heads: take those of the first device.
     for lead_of in product.eqn.frame.lead:
         if lead_of.axis in heads.axes:
@@ -261,9 +261,9 @@ def _box(reader: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
     box = [slice(None)] * len(site.atom.shape)
     for d, n in enumerate(site.atom.shape):
         # Float marks are joined by their maximum: marks n and -n give both ends.
-        up = site.atom.along(d, np.arange(n, dtype=float))
-        labels, _ = reader.to_product(site.atom, (up, -up), bit)
-        if labels is not None and n > 1 and d not in site.dims:
-            low, high = -int(labels[1].max()), int(labels[0].max()) + 1
+        up = site.atom.marked(d, np.arange(n, dtype=float))
+        all_marks, _ = reader.to_product(site.atom, (up, -up), bit)
+        if all_marks is not None and n > 1 and d not in site.dims:
+            low, high = -int(all_marks[1].max()), int(all_marks[0].max()) + 1
             box[d] = slice(None) if (low, high) == (0, n) else slice(low, high)
     return tuple(box)

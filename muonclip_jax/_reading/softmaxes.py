@@ -1,7 +1,7 @@
 """Finds attention: products that are normalized and then weigh activations.
 
 A product of query and key becomes weights when its exponential is divided by a sum of
-such exponentials. From there, labels are followed back to the product. `suspicion`
+such exponentials. From there, marks are followed back to the product. `suspicion`
 names the attention that has another form.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels, Origin
+from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .jaxprs import names
-from .labels import along, either, is_varied, Label, marks, moved, small
+from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
@@ -26,11 +26,11 @@ class Product(NamedTuple):
     """A product of query and key, as it enters a softmax."""
 
     eqn: Eqn
-    keys: frozenset[int]  # the axes of its labels along which the softmax sums
+    keys: frozenset[int]  # the axes of its marks along which the softmax sums
     # For each operand, the product's dimension that each operand dimension becomes.
     to: list[list[int | None]]
     over: list[tuple[int, int]]  # pairs of operand dimensions that it sums over
-    # For each operand, the axes of the labels that it alone has.
+    # For each operand, the axes of the marks that it alone has.
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
@@ -39,7 +39,7 @@ class Product(NamedTuple):
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Returns the size of each axis of its labels."""
+        """Returns the size of each axis of its marks."""
         every = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
         return dict(enumerate(every))
 
@@ -51,14 +51,14 @@ class Product(NamedTuple):
     def operand(self, i: int) -> Atom:
         return self.eqn.inputs()[i]
 
-    def side(self, i: int, label: Label) -> Label:
-        """Returns the label of an operand from the label of the product."""
-        return small(moved(label, self.lead, self.to[i]))
+    def side(self, i: int, marks: Marks) -> Marks:
+        """Returns the marks of an operand from the marks of the product."""
+        return small(moved(marks, self.lead, self.to[i]))
 
-    def over_of(self, i: int) -> Labels:
+    def over_of(self, i: int) -> AllMarks:
         """Returns marks along the dimensions of an operand that are summed over."""
         atom, dims = self.operand(i), [pair[i] for pair in self.over]
-        return atom.marks(d for d in dims if atom.shape[d] > 1)
+        return atom.numbered(d for d in dims if atom.shape[d] > 1)
 
 
 @dataclasses.dataclass
@@ -66,8 +66,8 @@ class Route:
     """The equations between a product and an array that was computed from it."""
 
     way: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
-    # Multiplications and divisions, the index of the factor, and the result's labels.
-    factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
+    # Multiplications and divisions, the index of the factor, and the result's marks.
+    factors: list[tuple[Eqn, int, AllMarks]] = dataclasses.field(default_factory=list)
     # Sums, and the index of the operand that the product has no part in.
     added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
     nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
@@ -116,10 +116,10 @@ def _summed(eqn: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, .
                 yield i, tuple(pair[i] for pair in eqn.contracted)
 
 
-def dimensions_in(label: Label, eqn: Eqn) -> set[int]:
-    """Returns the dimensions of an equation's result along which a label varies."""
+def dimensions_in(marks: Marks, eqn: Eqn) -> set[int]:
+    """Returns the dimensions of an equation's result along which marks vary."""
     lead = len(eqn.frame.lead)
-    lines = [along(label, lead + d) for d in range(len(eqn.output().shape))]
+    lines = [marks_along(marks, lead + d) for d in range(len(eqn.output().shape))]
     # A slice that leaves zeros around equal marks does not count.
     is_in = [len(x) > 1 and (is_varied(x) or bool(x.all())) for x in lines]
     return {d for d, x in enumerate(is_in) if x}
@@ -188,8 +188,8 @@ class Softmaxes:
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the dimensions of a product in each axis; `[]` if they are lost."""
-        labels, _ = self.to_product(atom, atom.each(), bit)
-        return [dimensions_in(x, self.facts.products[bit]) for x in labels or ()]
+        all_marks, _ = self.to_product(atom, atom.each(), bit)
+        return [dimensions_in(x, self.facts.products[bit]) for x in all_marks or ()]
 
     def _weighs(self, eqn: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """Yields the products whose exponentials weigh other activations here."""
@@ -234,23 +234,23 @@ class Softmaxes:
     # From the softmax to its products.
 
     def to_product(
-        self, atom: Atom, labels: Labels, bit: int
-    ) -> tuple[Labels | None, "Route"]:
-        """Follows an array back to a product: its labels, or `None`, and the path."""
-        found: list[Labels] = []
+        self, atom: Atom, all_marks: AllMarks, bit: int
+    ) -> tuple[AllMarks | None, "Route"]:
+        """Follows an array back to a product: its marks, or `None`, and the path."""
+        found: list[AllMarks] = []
         path, target = Route(), self.facts.products[bit]
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
                 return []
             if eqn is target:
-                found.append(origin.labels)
+                found.append(origin.all_marks)
                 return []
             back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
             path.way.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if eqn.name in ("mul", "div") and len(linear) == 1:
-                path.factors.append((eqn, 1 - linear[0], origin.labels))
+                path.factors.append((eqn, 1 - linear[0], origin.all_marks))
             elif eqn.name == "tanh":
                 pass  # a softcap: the logits are taken before it
             elif (eqn.name in ELEMENTWISE and exponent(eqn) is None) or not back:
@@ -261,9 +261,9 @@ class Softmaxes:
                 path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
             return [(i, None) for i in linear]
 
-        self.graph.back(atom, labels, ahead)
-        joined = [functools.reduce(either, x) for x in zip(*found, strict=True)]
-        return tuple(joined) or None, path
+        self.graph.back(atom, all_marks, ahead)
+        merged = [functools.reduce(union_of, x) for x in zip(*found, strict=True)]
+        return tuple(merged) or None, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
@@ -281,11 +281,8 @@ class Softmaxes:
 
     def _product(self, eqn: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
-        bit, lead, dims = (
-            self.facts.product(eqn),
-            len(eqn.frame.lead),
-            eqn.output().shape,
-        )
+        bit, lead = self.facts.product(eqn), len(eqn.frame.lead)
+        dims = eqn.output().shape
         to = self.to(eqn)
         own = [frozenset(lead + d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
@@ -294,15 +291,13 @@ class Softmaxes:
         for atom, axes in softmax.over:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
-            along = self._along(bit, atom)
-            if along:
-                kept.update(*along)
-                # Sorted entries lose their labels: the axis gets the remaining ones.
+            of_axis = self._along(bit, atom)
+            if of_axis:
+                kept.update(*of_axis)
+                # Sorted entries lose their marks: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
-                of_axes = (
-                    along[a] or (left if atom.shape[a] > 1 else ()) for a in axes
-                )
-                found.append(frozenset(lead + d for x in of_axes for d in x))
+                own = (of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
+                found.append(frozenset(lead + d for x in own for d in x))
         if eqn.name in ("mul", "sub"):
             # Shared dimensions that reach no axis afterwards were summed over.
             over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
@@ -331,12 +326,12 @@ class Softmaxes:
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
-                pairs = zip(loops, origin.labels, strict=True)
-                found.update(x.of for x, label in pairs if is_varied(label))
+                pairs = zip(loops, origin.all_marks, strict=True)
+                found.update(x.of for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
-        labels = tuple(marks(atom.rank, x.axis, x.size) for x in loops)
-        self.graph.back(atom, labels, ahead)
+        all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
+        self.graph.back(atom, all_marks, ahead)
         return found
 
     def products(self, softmax: Softmax) -> list[Product]:
@@ -377,8 +372,8 @@ class Softmaxes:
         for eqn, i in softmax.places if softmax.is_summed else ():
             to, (atom, axes) = self.to(eqn), self._over(eqn, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
-            along = self._along(bit, atom)
-            keys = {product.lead + d for a in axes if along for d in along[a]}
+            dims = self._along(bit, atom)
+            keys = {product.lead + d for a in axes if dims for d in dims[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
             if is_over and any(eqn.output().shape[d] > 1 for d in own):

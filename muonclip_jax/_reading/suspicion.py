@@ -292,7 +292,7 @@ class _Suspicion(Forward[Taint]):
         return any(self.makers.is_output(x, d) for x, d in own)
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
-        """Returns the product's dimensions in each axis, or `[]` if labels are lost."""
+        """Returns the product's dimensions in each axis, or `[]` if marks are lost."""
         target, *_, of = self.products[bit]
 
         def follow(eqn: Eqn, k: int) -> list[int]:
@@ -300,10 +300,10 @@ class _Suspicion(Forward[Taint]):
             return [i for i, _ in back if taints[i].all & bit]
 
         origins = self._reader.graph.walk(atom, atom.each(), follow)
-        found = [x.labels for x in origins if x.eqn is target]
+        found = [x.all_marks for x in origins if x.eqn is target]
         return [
-            _all(of[d] for label in labels for d in dimensions_in(label, target))
-            for labels in zip(*found, strict=True)
+            _all(of[d] for marks in all_marks for d in dimensions_in(marks, target))
+            for all_marks in zip(*found, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:

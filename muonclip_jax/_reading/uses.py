@@ -10,8 +10,8 @@ import numpy as np
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Origin
 from .jaxprs import names
-from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
+from .marks import dimensions, is_varied, marks_along, numbered, varied
 from .primitives import KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
@@ -158,10 +158,10 @@ class Uses:
         """
         self._use("elementwise", eqn, *facts)
         ends = facts[0].ends
-        for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
-            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*labels))
+        for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
+            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
             own = [x for x in zip(*lines, strict=True) if any(x)]
-            if any(map(is_varied, labels)) and len({*own}) == len(own):
+            if any(map(is_varied, all_marks)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 
     # Products.
@@ -214,16 +214,16 @@ class Uses:
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
-        labels = dimensions(atom.rank, atom.shape, lead, on_devices)
-        labels += tuple(marks(atom.rank, x.axis, x.size) for x in of_loops)
+        all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
+        all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
         is_pair = self._facts.of(atom).is_pair
-        for summand in self._reader.scaling.of(atom, labels):
+        for summand in self._reader.scaling.of(atom, all_marks):
             for f in summand.factors:
                 roles = tuple(
                     dict.fromkeys(
                         (axis, word)
-                        for label, word in zip(f.labels, said, strict=True)
-                        for axis in varied(label)
+                        for marks, word in zip(f.all_marks, said, strict=True)
+                        for axis in varied(marks)
                     )
                 )
                 # A factor without both an input and an output axis is a gain of the
@@ -241,8 +241,8 @@ class Uses:
                 for f in summand.factors:
                     axes = [
                         (axis, own[d] is None)
-                        for d, label in enumerate(f.labels)
-                        for axis in varied(label)
+                        for d, marks in enumerate(f.all_marks)
+                        for axis in varied(marks)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
                     # Without other evidence, the first has the inputs: x @ (A @ B).
@@ -272,12 +272,12 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        for _, number, labels in self._makers.of(atom, atom.each()):
-            along: dict[int, set[int]] = {}
-            for d, label in enumerate(labels):
-                for axis in varied(label):
-                    along.setdefault(axis, set()).add(d)
-            self.experts |= {(number, a) for a, of in along.items() if of <= dims}
+        for _, number, all_marks in self._makers.of(atom, atom.each()):
+            marks_along: dict[int, set[int]] = {}
+            for d, marks in enumerate(all_marks):
+                for axis in varied(marks):
+                    marks_along.setdefault(axis, set()).add(d)
+            self.experts |= {(number, a) for a, of in marks_along.items() if of <= dims}
         pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -294,15 +294,17 @@ class Uses:
             for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
-                labels, _ = self._reader.to_product(atom, atom.marks(axes), 1 << k)
+                all_marks, _ = self._reader.to_product(
+                    atom, atom.numbered(axes), 1 << k
+                )
                 inner = len(eqn.frame.lead)
-                if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
+                if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
                     found.append((1 << k, eqn))
                     break
         return found
 
     def _varied(self, atom: Atom) -> set[int]:
-        """Returns the axes of an array's labels along which it may be no copy."""
+        """Returns the axes of an array's marks along which it may be no copy."""
         same = self._graph.copied(atom)
         dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
         return {atom.lead + d for d in dims}
@@ -330,7 +332,7 @@ class Uses:
                 is_gate = (routed[i] and is_least) or self._routers(facts[i].weights)
                 if is_product and others and is_gate:
                     axes = varied[i]
-                    own = enumerate(map(move, origin.labels))
+                    own = enumerate(map(move, origin.all_marks))
                     dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
                 elif facts[i].is_deep:
                     yield i, None
@@ -381,14 +383,14 @@ class Uses:
                 return
             deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
             if of.name in _MULTIPLIES and len(deep) == 2:
-                sides = [[is_varied(f(x)) for x in origin.labels] for _, f in deep]
+                sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 apart = [(a, b) for a, b in pairs[: len(over)] if a != b]
                 found.extend(of for a, b in apart if (b, a) in of_rest)
             yield from ((j, None) for j, _ in deep)
 
-        self._graph.back(atom, atom.marks([*over, *rest]), ahead)
+        self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
         return found
 
     def _scales(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
@@ -422,11 +424,11 @@ class Uses:
         """
         if not (fact.is_deep and (starts := _one_entry(eqn))):
             return
-        for _, number, labels in self._makers.of(atom, atom.marks(starts)):
+        for _, number, all_marks in self._makers.of(atom, atom.numbered(starts)):
             shape = self._graph.top.inputs[number].shape
-            for (d, entries), label in zip(starts.items(), labels, strict=True):
-                for axis in axes if len(axes := varied(label)) == 1 else ():
-                    if label.shape[axis] == atom.shape[d] == shape[axis]:
+            for (d, entries), marks in zip(starts.items(), all_marks, strict=True):
+                for axis in axes if len(axes := varied(marks)) == 1 else ():
+                    if marks.shape[axis] == atom.shape[d] == shape[axis]:
                         self.cuts[number, axis] |= union(1 << x for x in entries)
 
 
@@ -438,7 +440,7 @@ def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
         (_, move), *_ = moves(eqn, k)
         taken = move(*eqn.output(k).whole)
         for d, n in enumerate(atom.shape):
-            line = along(taken, atom.lead + d)
+            line = marks_along(taken, atom.lead + d)
             if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
                 found.setdefault(d, []).append(int(line.argmax()))
     return found
