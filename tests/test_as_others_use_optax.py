@@ -263,6 +263,7 @@ def masks_of(patterns, params):
     ]
 
 
+@pytest.mark.more
 def test_big_vision_has_rates_and_frozen_leaves_by_regex():
     """google-research/big_vision: `(pattern, schedule)` pairs, each a masked scale at
     the end of the chain; what has no schedule is frozen by `set_to_zero`."""

@@ -195,6 +195,7 @@ def test_masking_out_a_whole_layer_leaves_it_unclipped():
     assert optax.tree.get(state, "num_clipped") == 1
 
 
+@pytest.mark.more
 def test_scan_over_steps_and_donation_equal_single_steps():
     tx = mc.muonclip(1e-2)
     expected, _ = run(tx, steps=4)

@@ -35,6 +35,7 @@ PARAMS = {
     "down": {"kernel": normal(4, 16, 8), "bias": normal(5, 8)},
     "embed": {"embedding": normal(6, 11, 8)},
     "large": {"kernel": normal(7, 90, 80)},
+    "back": {"kernel": normal(8, 80, 90)},
     "output": {"kernel": normal(8, 8, 11)},
 }
 STATS = {

@@ -115,6 +115,7 @@ def sinkhorn_step(gradients):
     return update
 
 
+@pytest.mark.more
 def test_sinkhorn_is_the_step_of_embedding_and_head(muon):
     steps = steps_of("sinkhorn", 2)
     for i, (params, ours) in enumerate(steps):

@@ -158,6 +158,7 @@ def traffic(compiled):
     return hlo_costs(compiled.as_text(), trips).collectives
 
 
+@pytest.mark.more
 def test_the_second_step_compiles_nothing(caplog):
     mesh, shardings, params, grads = placed("fsdp and tensor")
     tx = make(shardings=shardings)

@@ -49,6 +49,7 @@ def recorded(params):
     return mc.record_attention(loss)(params)[1]
 
 
+@pytest.mark.more
 def test_the_last_layer_alone_is_trained_and_clipped():
     stats = recorded(PARAMS)
     threshold = float(stats["b"]["max_logits"].min()) / 2

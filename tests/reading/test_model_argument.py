@@ -81,6 +81,7 @@ def test_a_head_over_the_threshold_has_it_after_a_step_of_rate_zero():
     np.testing.assert_allclose(largest(clipped), np.minimum(before, TAU), rtol=1e-4)
 
 
+@pytest.mark.more
 def test_muon_takes_what_was_read():
     matrices = {"b", "c"}
     numbers = {
