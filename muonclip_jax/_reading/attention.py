@@ -185,7 +185,7 @@ class LayerReader:
         queries = [part for x in self.pairs for part in x.query]
         keys = [part for x in self.pairs for part in x.key]
         scaled = [*map(_Scaled, (queries, keys), self.events)]
-        for i, why in self._again(scaled, self.arrays, ways).items():
+        for i, why in self._second_uses(scaled, self.arrays, ways).items():
             self.pairs = [x.without(i, why) for x in self.pairs]
         # If nothing scales the product, a factor of the logits may.
         is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
@@ -242,7 +242,7 @@ class LayerReader:
         self.found.append((product, heads))
         self.bits |= facts.product(product.eqn)
 
-    def _again(
+    def _second_uses(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Route]
     ) -> dict[int, str]:
         """Returns the sides whose scaled entries enter logits again, and where.
@@ -298,7 +298,7 @@ class LayerReader:
                 if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
-                    if not self._again([_Scaled(parts, events)], arrays, [path]):
+                    if not self._second_uses([_Scaled(parts, events)], arrays, [path]):
                         # Heads that share a temperature, as in XCiT, are one.
                         for site in self.layer.sites if len(sets) > 1 else ():
                             joint = [site.rows[members(m)].ravel() for m in sets]

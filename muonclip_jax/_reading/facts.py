@@ -46,9 +46,10 @@ class Fact(NamedTuple):
     # bits after a product of two activations.
     kernels: int = 0
     # Products of two values that depend on parameters, of which this is a function
-    # entry by entry. `weights` are those whose exponential it has, `sums` the sum of
-    # that, `shares` the exponential divided by that sum, and `mixed` such weights after
-    # a product with a parameter. `pairs` are products over which no sum was taken yet.
+    # entry by entry. `weights` are the products whose exponentials are in it, `sums`
+    # those whose exponentials were summed, `shares` those whose exponentials were
+    # divided by their sum, and `mixed` those whose exponentials were multiplied with a
+    # parameter. `pairs` are products over which no sum was taken yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -73,7 +74,7 @@ class Fact(NamedTuple):
 
     @property
     def alone(self) -> int:
-        """The same; 0 if these weigh other products, as a state's decays do."""
+        """Like `unshared`, but 0 if products without an exponential are in it, too."""
         return 0 if self.products & ~self.weights else self.unshared
 
     @property

@@ -39,19 +39,22 @@ class Op(NamedTuple):
         return len(self.eqn.frame.lead)
 
     def through(self, to: Sequence[int | None]) -> Move:
-        """Returns the move to an operand whose dimensions `to` maps to the result's."""
+        """Returns the move to an operand.
+
+        `to[d]` is the dimension of the result that dimension `d` becomes, or `None`.
+        """
         lead = self.lead
         if [*to] == [*range(len(self.out))]:
             return small
         return lambda marks: small(moved(marks, lead, to))
 
 
-_RULES: dict[str, Callable[[Op], Moves]] = {}
+_MOVES: dict[str, Callable[[Op], Moves]] = {}
 
 
 def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
     def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
-        _RULES.update(dict.fromkeys(primitives.split(), function))
+        _MOVES.update(dict.fromkeys(primitives.split(), function))
         return function
 
     return register
@@ -65,7 +68,7 @@ def moves(eqn: Any, k: int) -> Moves:
     """
     if k not in eqn.known_moves:
         op = Op(eqn, k, eqn.output(k).shape, [x.shape for x in eqn.inputs()])
-        eqn.known_moves[k] = _RULES[eqn.name](op) if eqn.name in _RULES else []
+        eqn.known_moves[k] = _MOVES[eqn.name](op) if eqn.name in _MOVES else []
     return eqn.known_moves[k]
 
 
@@ -98,7 +101,7 @@ def _entrywise(op: Op) -> Moves:
 
 
 def _same(of: Shape, out: Shape) -> list[int | None]:
-    """Returns the dimensions of the result that have all entries of the operand's."""
+    """Returns the result's dimension for each of an operand; `None` if broadcast."""
     if len(of) != len(out):
         return [None] * len(of)
     return [d if n == out[d] else None for d, n in enumerate(of)]
@@ -419,7 +422,7 @@ RANDOM = names(
 )
 
 #: Primitives through which parameters and attention can still be followed.
-KNOWN = RANDOM.union(_RULES) | names(
+KNOWN = RANDOM.union(_MOVES) | names(
     "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
     "approx_top_k sort axis_index cumprod"
 )

@@ -175,7 +175,7 @@ class _Recorder:
         # and the equations whose inner jaxprs hold them.
         self._way: dict[Address, set[int]] = {}
         for _, site in sites:
-            for address, biases in site.way.items():
+            for address, biases in site.biases.items():
                 self._way.setdefault(address, set()).update(biases)
         self._around = {
             address[:n] for address in self._way for n in range(1, len(address))
@@ -188,12 +188,12 @@ class _Recorder:
 
         def step(i: int, eqn: Any, inputs: list[Any]) -> list[Any]:
             address = (*outer, branch, i)
-            outs, inner = self._again(eqn, inputs, address)
+            outs, inner = self._rerun(eqn, inputs, address)
             stats.update(inner)
             for n, site in self._sites.items():
                 if site.eqn.address == address:
                     logits = inputs[site.operand]
-                    assert not site.way or isinstance(logits, _Logits)
+                    assert not site.biases or isinstance(logits, _Logits)
                     stats[n] = site.largest(*_own([logits]))
             return self._split(eqn, inputs, outs, address)
 
@@ -228,7 +228,7 @@ class _Recorder:
             own[i] = without_bias(own[i], sign)
         return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
 
-    def _again(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
+    def _rerun(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
         """Returns the outputs of an equation and the statistics of its inner sites."""
         inside, rule = self._inside(address), kernels.rule_of(eqn)
         if not inside and (rule or address not in self._around):
@@ -258,8 +258,8 @@ class _Recorder:
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
             with jaxprs.written_as(eqn):
                 return call(*inputs[own])
-        # The rules of a custom derivative cover its own outputs only. The body runs a
-        # second time for the statistics, without gradients. XLA merges the two runs.
+        # A custom derivative cannot return statistics as further outputs. So the body
+        # runs a second time, without gradients. XLA merges the two runs.
         stopped = jax.lax.stop_gradient(inputs[own])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)

@@ -36,7 +36,7 @@ class Site:
     - `boxes`: if the operand holds more than logits, such as a sink, the parts that are
         logits: a slice along each dimension.
     - `factor`: the factor of the logits between here and the exponential.
-    - `way`: if a softcap or a bias follows the products, the equations from the
+    - `biases`: if a softcap or a bias follows the products, the equations from the
         products to here, each with the operands that are a bias.
     - `added`: the lines that add a bias made by parameters, with these parameters.
     """
@@ -48,7 +48,7 @@ class Site:
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
     boxes: list[tuple[slice, ...]] = dataclasses.field(default_factory=list)
     factor: float = 1.0
-    way: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
+    biases: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
     added: dict[str, set[int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -147,7 +147,7 @@ def _note_biases(
     reader: Softmaxes, site: Site, ways: Sequence[Route], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
-    every = [eqn for path in ways for eqn in path.way]
+    every = [eqn for path in ways for eqn in path.eqns]
     way: dict[Address, set[int]] = {eqn.address: set() for eqn in every}
     for eqn, i in (added for path in ways for added in path.added):
         fact = reader.facts.of(eqn.inputs()[i])
@@ -157,7 +157,7 @@ def _note_biases(
             if made := members(fact.leaves) if one < 0 else [one]:
                 site.added.setdefault(eqn.line, set()).update(made)
     if any(way.values()) or any(eqn.name == "tanh" for eqn in every):
-        site.way = way
+        site.biases = way
 
 
 def _statistic(reader: Softmaxes, product: Product) -> Site | None:
@@ -181,8 +181,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """Goes back from an exponential to its operand before it was shifted.
 
     A softmax subtracts the maximum of its logits, their log-sum-exp, or any other
-    number that all logits of a query share. Returns `None` if the exponential is taken
-    of such numbers alone: it then rescales earlier sums to a new maximum.
+    number that all logits of a query share. Returns `None` if the operand has no
+    logits: `exp(old_max - new_max)` rescales earlier sums to a new maximum.
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0

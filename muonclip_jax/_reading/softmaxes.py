@@ -18,7 +18,7 @@ from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
-# They divide by their last operand or a power of it, as `exp(logits - log(sum))` does.
+# Equations that can divide by a sum: `x / sum`, `sum**-1`, `exp(x - log(sum))`.
 _DIVIDES = names("div integer_pow exp exp2 pow")
 
 
@@ -65,7 +65,7 @@ class Product(NamedTuple):
 class Route:
     """The equations between a product and an array that was computed from it."""
 
-    way: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
+    eqns: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
     # Multiplications and divisions, the index of the factor, and the result's marks.
     factors: list[tuple[Eqn, int, AllMarks]] = dataclasses.field(default_factory=list)
     # Sums, and the index of the operand that the product has no part in.
@@ -247,7 +247,7 @@ class Softmaxes:
                 found.append(origin.all_marks)
                 return []
             back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
-            path.way.append(eqn)
+            path.eqns.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if eqn.name in ("mul", "div") and len(linear) == 1:
                 path.factors.append((eqn, 1 - linear[0], origin.all_marks))

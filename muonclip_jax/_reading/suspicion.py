@@ -44,7 +44,7 @@ class Taint(NamedTuple):
 _COPY, _ARRAY = Taint(), Taint(varied=1)
 
 
-class Product(NamedTuple):
+class Suspect(NamedTuple):
     """A product of two activations, or the result of mixing its entries."""
 
     eqn: Eqn
@@ -57,8 +57,8 @@ _SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
 _ENDS = ALGEBRA | names(
     "reduce_max reduce_min argmax argmin reduce_and reduce_or cummax cummin pmax pmin"
 )
-_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
-_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _LINEAR
+_KEEPS_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
+_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _KEEPS_LINEAR
 _CONV = "conv_general_dilated"
 
 
@@ -109,7 +109,7 @@ class _Suspicion(Forward[Taint]):
         super().__init__(_COPY)
         self._reader, self._facts, self._read = reader, reader.facts, read
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
-        self.products: dict[int, Product] = {}  # by their bit
+        self.products: dict[int, Suspect] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # The equations and operands that weigh the other operand, with their products.
         self.sites: dict[tuple[Eqn, int], int] = {}
@@ -266,9 +266,9 @@ class _Suspicion(Forward[Taint]):
         if eqn in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
         of = [{d} for d in range(len(eqn.output().shape))]
-        return self._bit(Product(eqn, eqn, of))
+        return self._bit(Suspect(eqn, eqn, of))
 
-    def _bit(self, product: Product) -> int:
+    def _bit(self, product: Suspect) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
         self.products[bit] = product
         return bit

@@ -124,7 +124,7 @@ class Uses:
         if not any(f.is_deep for f in facts):
             return
         if name in ("mul", *PRODUCTS):
-            self._weigh(eqn, facts)
+            self._note_routers(eqn, facts)
             self._scales(eqn, inputs, facts)
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(eqn, inputs[0], facts[0])
@@ -175,7 +175,7 @@ class Uses:
         i = self._facts.weight_of(eqn) if a.leaves or b.leaves else None
         self._use("elementwise", eqn, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
-            self._weigh(eqn, facts)
+            self._note_routers(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
         if other.is_onehot:
@@ -266,7 +266,7 @@ class Uses:
         to = list(enumerate(eqn.to[1 - i]))
         stack = {d for d, x in to if x in eqn.shared}
         gone = {d for d, x in to if x is None and atom.shape[d] > 1}
-        weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
+        weighed = self._router_dims(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
             dims |= weighed & gone
@@ -309,7 +309,7 @@ class Uses:
         dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
         return {atom.lead + d for d in dims}
 
-    def _weighed(self, atom: Atom) -> set[int]:
+    def _router_dims(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which a router's weights for an array vary.
 
         Its weights are a softmax over its outputs, its choice, or one-hot rows.
@@ -340,7 +340,7 @@ class Uses:
         self._graph.back(atom, atom.each(), ahead)
         return dims
 
-    def _weigh(self, eqn: Eqn, facts: list[Fact]) -> None:
+    def _note_routers(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
