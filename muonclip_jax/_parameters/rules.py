@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
 from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
-from .outputs import Outputs
+from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
@@ -223,7 +223,7 @@ class ByNames:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
         if not any(x.hides for x in self.leaves.values()):
-            found |= Outputs(self.leaves, found, self.stacks).found()
+            found |= outputs_of(self.leaves, found, self.stacks)
         for own, verdict in found.items():
             start, depth = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:
