@@ -43,27 +43,19 @@ def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = [p for p in shapes if p[-1] in names.KERNELS and p not in norms]
-    vectors, places = [shapes[p] for p in norms], (0, 1, -1)
-    if not vectors:
-        # A bias may have an axis of heads, which a kernel has after its first. Only one
-        # that is not just the last axes of its kernel is of a stack.
-        by_module = {
-            p[:-1]: without_ones(shapes[p]) for p in shapes if p[-1][:1] == "b"
-        }
-        own = {p: by_module[p[:-1]] for p in kernels if p[:-1] in by_module}
-        if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
-            vectors, places = list(own.values()), (0,)
-    depth = min(map(len, vectors), default=0) - 1
+    depth = min((len(shapes[p]) for p in norms), default=0) - 1
     # A gain for each output of the one kernel there, as of each head, is no stack.
     is_one = len(kernels) == 1 and all(
-        x == shapes[kernels[0]][-len(x) :] for x in vectors
+        shapes[p] == shapes[kernels[0]][-len(shapes[p]) :] for p in norms
     )
     if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
         return {}
-    for axis in places:
+    for axis in (0, 1, -1):
         found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
-        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
-            return {p: x for p, x in found.items() if x}
+        fitting = {p: stack for p, stack in found.items() if stack}
+        if len(fitting) == len(shapes):
+            if len({stack.sizes(shapes[p]) for p, stack in fitting.items()}) == 1:
+                return fitting
     return {}
 
 
@@ -150,8 +142,8 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         """How many outputs a kernel has in front, by its bias; `None` if it is open."""
         shape, bias = layers[own], without_ones(bias_of[own] or ())
         first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-        is_told = first != last and 0 < len(bias) < len(shape)
-        return len(bias) * first if is_told else None
+        is_told = first != last and len(bias) == 1 < len(shape)
+        return int(first) if is_told else None
 
     # In Equinox and Haliax the outputs of a `weight` come first, unless the biases of
     # other weights disagree. Square kernels, and kernels without a bias, have no vote.

@@ -11,7 +11,7 @@ from .paths import Path
 #: The kernels of one attention, a letter for each axis, small for inputs; one letter
 #: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
 #: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
-#: groups. L, in front of any, and digits stack.
+#: groups. L, in front of all but those, and digits stack.
 LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),
@@ -29,7 +29,8 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
     dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
     dict(gating_einsum="2Fd", linear="fD"),
 )
-LAYOUTS += tuple({role: f"L{x}" for role, x in each.items()} for each in LAYOUTS)
+_FLAT = [each for each in LAYOUTS if "G" not in each.get("query", "")]
+LAYOUTS += tuple({role: f"L{x}" for role, x in each.items()} for each in _FLAT)
 
 
 class Sides(NamedTuple):
@@ -87,7 +88,9 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
             pairs = list(zip(letters.upper(), shape or ()))
             if shape and len(letters) != len(shape):
                 return False
-            if any(size.setdefault(x, int(x) if x.isdigit() else n) != n for x, n in pairs):
+            if any(
+                size.setdefault(x, int(x) if x.isdigit() else n) != n for x, n in pairs
+            ):
                 return False
     wholes = [x for x in ("MNV", "NKG") if {*x} <= size.keys()]
     return all(size[x[0]] == size[x[1]] * size[x[2]] for x in wholes)
@@ -95,8 +98,6 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
 
 def sides_of(letters: str) -> Sides:
     """Input and output axes of a kernel in a layout, from the end."""
-    axes = [(i - len(letters), x) for i, x in enumerate(letters)]
-    inputs, outputs = (i for i, x in axes if x.islower()), (
-        i for i, x in axes if x.isupper() and x != "L"
-    )
-    return Sides(tuple(inputs), tuple(outputs))
+    axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
+    inputs = tuple(i for i, x in axes if x.islower())
+    return Sides(inputs, tuple(i for i, x in axes if x.isupper()))
