@@ -38,20 +38,26 @@ def find_stacks(
 def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
     norms = {p for p in shapes if names.is_norm(p)}
-    kernels = [p for p in shapes if p[-1] in names.KERNELS and p not in norms]
-    depth = min((len(shapes[p]) for p in norms), default=0) - 1
+    kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
+    vectors, places = [shapes[p] for p in norms], (0, 1, -1)
+    if not vectors:
+        # A bias may have an axis of heads, which a kernel has after its first. Only one
+        # that is not just the last axes of its kernel is of a stack.
+        biases = {p[:-1]: without_ones(x) for p, x in shapes.items() if p[-1][0] == "b"}
+        pairs = [(biases.get(p[:-1], ()), shapes[p]) for p in kernels]
+        if any(bias != kernel[-len(bias) :] for bias, kernel in pairs if bias):
+            vectors, places = [bias for bias, _ in pairs if bias], (0,)
+    depth = min(map(len, vectors), default=0) - 1
     # A gain for each output of the one kernel there, as of each head, is no stack.
     is_one = len(kernels) == 1 and all(
-        shapes[p] == shapes[kernels[0]][-len(shapes[p]) :] for p in norms
+        x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )
     if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
         return {}
-    for axis in (0, 1, -1):
+    for axis in places:
         found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
-        fitting = {p: stack for p, stack in found.items() if stack}
-        if len(fitting) == len(shapes):
-            if len({stack.sizes(shapes[p]) for p, stack in fitting.items()}) == 1:
-                return fitting
+        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
+            return {p: x for p, x in found.items() if x}
     return {}
 
 
@@ -155,7 +161,8 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         is_kernel = path[-1:] == ("kernel",)
         spelled = own[-1].split(".")[-1] if is_kernel else "".join(path[-1:])
         kind = names.kind((*path[:-1], spelled))
-        is_turned = is_outputs_first(own) if is_kernel else False
+        is_array = kind == "embedding" and not is_kernel
+        is_turned = False if is_array else is_outputs_first(own)
         if is_turned is None:
             is_weight = own in weights and weights_turned and kind != "embedding"
             is_turned = is_weight and without_ones(bias or ()) != shape  # else a gain

@@ -31,114 +31,105 @@ def outputs_of(
 ) -> dict[Path, Verdict]:
     """New verdicts on kernels that write the output, or may, by their own paths."""
     in_order = sorted(leaves.values(), key=_in_order)
-    takers: dict[int, set[Path]] = {}
-    for x in in_order:
-        takers.setdefault(_inputs(x, verdicts[x.own]), set()).add(x.own)
-    kernels = [x for x in in_order if _gives(x, verdicts[x.own])]
+    takers = {x.own: _inputs(x, verdicts[x.own]) for x in in_order}
+    count = Counter(n for n in takers.values() if n)
     alike = Counter(map(_twin, in_order))
-    alone = {
-        x.own for x in in_order if alike[_twin(x)] == 1 and not stacks[x.own].depth
-    }
-    labels = {label: [] for label in ("head", "embedding")}
-    for x in in_order:
-        labels.setdefault(verdicts[x.own].label, []).append(x)
-    tables, heads = {x.shape[0] for x in labels["embedding"]}, labels["head"]
+    alone = {x for x in in_order if alike[_twin(x)] == 1 and not stacks[x.own].depth}
+    layers = [x for x in in_order if _gives(x, verdicts[x.own])]
+    kernels = [x for x in layers if x.is_kernel and x.path[1:]]
+    heads = [x for x in in_order if verdicts[x.own].label == "head"]
+    tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
     chains: dict[Path, list[Leaf]] = {}  # the layers of a module without a name
     for x in kernels:
         if names.UNNAMED.fullmatch(x.module):
             chains.setdefault(x.path[:-2], []).append(x)
+    # Layers of one shape are a block, and two that come back to where they began.
+    last = {
+        chain[-1]: len(chain) > 2 and at != () and chain[-1].bias is not None
+        for at, chain in chains.items()
+        if len(chain) == 1 or len({x.shape for x in chain}) > 1
+        if not (at and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
+    }
+    # A part of a block by its name is none, nor what others may take in parts.
+    open_ends = {x for x in layers if count[n := x.shape[-1]] == (takers[x.own] == n)}
+    ends = {x for x in open_ends.intersection(kernels) if not _is_part(x, count)}
 
-    def ends(x: Leaf) -> bool:
-        return takers.get(x.shape[-1], set()) <= {x.own}
-
-    def is_last(x: Leaf) -> bool:
-        """Whether it ends a chain, not a block, which comes back to where it began."""
-        chain = chains.get(x.path[:-2], [x])
-        is_block = len({y.shape for y in chain}) == 1 < len(chain)
-        comes_back = len(chain) == 2 and chain[0].shape == x.shape[::-1]
-        return x == chain[-1] and not is_block and not (comes_back and x.path[2:])
-
-    found: dict[Path, Verdict] = {}
-
-    def say(x: Leaf, kind: str, **about: Any) -> None:
-        is_head = x.own in alone and (ends(x) or not x.path[2:])
-        numbers = None if about or is_head else verdicts[x.own].numbers
-        about = about or {"is_known": False}
-        found[x.own] = Verdict("head", numbers, kind, **about)
-
-    # The last layer next to the table, else what no layer takes.
-    able = [
-        x for x in kernels if x.shape[-1] in tables and x.own in alone and not heads
-    ]
-    rooms = {y.path[:-2] for y in labels["embedding"]} | {()}
-    last = [x for x in able if is_last(x) and x.path[:-2] in rooms and x.is_kernel]
-    for x in last or filter(ends, able):
-        say(x, "output head: as large as the vocabulary", is_sure=False)
-    left = [x for x in kernels if x.own not in found and x.path[1:]]
-    open_ends = [x for x in left if ends(x) and not _is_part(x, takers)]
-    is_whole = len(kernels) > 2 and not (heads or found)
+    # The last layer in the table's module, or at the root, else what no layer takes.
+    sizes, modules = {x.shape[0] for x in tables}, {(), *(x.path[:-2] for x in tables)}
+    able = {
+        x
+        for x in alone.intersection(layers if len(layers) > 1 else kernels)
+        if x.shape[-1] in sizes and not heads
+    }
+    lasts = {x for x in able if x in last and x.path[:-2] in modules}
+    found = dict.fromkeys(lasts or able & open_ends, "as large as the vocabulary")
     hides = any(x.source == "hidden" for x in verdicts.values())
-    if len(open_ends) == 1 and is_whole and _is_layer(open_ends[0], alone):
-        about = {} if hides else {"is_sure": False}
-        said = (
-            "may write the output"
-            if hides
-            else "output head: nothing takes its outputs"
-        )
-        say(open_ends.pop(), said, **about)
-    is_deep = any(takers.get(x.shape[-1], set()) - {x.own} for x in kernels)
-    if hides or not is_deep:  # nobody knows what a kernel takes that a mask hides
-        return found
-    has_head = bool(heads or found or open_ends)
-    for x in left:
-        said = names.words(x.module)
-        is_end = any(y.startswith(names.ENDS) for y in (*said[:1], *said[-1:]))
-        is_asked = x in open_ends or not names.OUTPUTS.isdisjoint(said)
-        is_asked |= is_end and x.own in alone and not x.role
-        if x == chains.get(x.path[:-2], [()])[-1] and is_last(x):
-            is_deep = len(chains[x.path[:-2]]) > 2 and x.path[2:] and x.bias is not None
-            is_asked |= is_deep or (not has_head and x.own in alone)
-        if is_asked and x.own not in found:
-            say(x, "may write the output")
+    if len(ends - {*found}) == 1 and len(kernels) > 2 and not (heads or found or hides):
+        found |= {
+            x: "nothing takes its outputs" for x in ends & alone if _may_be_head(x)
+        }
+    said = {
+        x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
+        for x, why in found.items()
+    }
+    # Nobody knows what a kernel takes that a mask hides, nor of a part of a model.
+    taken = Counter(x.features for x in kernels)
+    is_deep = any(taken[n := x.shape[-1]] > (n == x.features) for x in kernels)
+    if hides or not is_deep:
+        return said
+    asked = ends | {x for x in kernels if _is_called_output(x, x in alone)}
+    has_head = bool(heads or found or ends)
+    asked |= {x for x in last if last[x] or (x in alone and not has_head)}
+    for x in asked - {*found}:
+        is_head = x in alone and (x in open_ends or not x.path[2:])
+        numbers = None if is_head else verdicts[x.own].numbers
+        said[x.own] = Verdict("head", numbers, "may write the output", is_known=False)
     # A head that writes features which another part takes is none: the pictures' of
     # PaliGemma, the texts' of SigLIP.
     for x in heads:
-        if x.path[2:] and x.module == "head" and x.shape[-1] in takers:
-            numbers = x.numbers((-2,), (-1,))
-            found[x.own] = Verdict("matrix", numbers, "may be no head", is_known=False)
-    return found
+        if x.path[2:] and x.module == "head" and count[x.shape[-1]]:
+            said[x.own] = Verdict(
+                "matrix", x.numbers((-2,), (-1,)), "may be no head", is_known=False
+            )
+    return said
 
 
-def _is_layer(x: Leaf, alone: set[Path]) -> bool:
-    """Whether it may be the head: a layer with a bias. A gate may pick experts."""
+def _may_be_head(x: Leaf) -> bool:
+    """Whether it is a layer with a bias. A gate of few outputs may pick experts."""
     is_gate = {"gate", "gating"} & {*names.words(x.module)}
-    return x.bias is not None and x.rank == 2 and x.own in alone and not is_gate
+    return x.bias is not None and x.rank == 2 and not is_gate
 
 
-def _is_part(x: Leaf, takers: Mapping[int, set[Path]]) -> bool:
-    """Whether it is of a block, by its name, or others may take it in parts."""
+def _is_called_output(x: Leaf, is_alone: bool) -> bool:
+    said = names.words(x.module)
+    is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
+    return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
+
+
+def _is_part(x: Leaf, count: Mapping[int, int]) -> bool:
     outputs = x.shape[-1]
-    parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
-    is_fused = outputs % x.features == 0 or bool(takers.keys() & parts)
+    is_fused = outputs % x.features == 0 or any(
+        n * m == outputs for n in count for m in (2, 3, 4, 6)
+    )
     # A picture is made flat before a layer takes it.
-    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in takers)
+    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in count)
     is_named = not names.IN_BLOCK.isdisjoint(names.words(x.module))
     return is_named or is_flat or (is_fused and x.path[2:] != ())
 
 
-def _inputs(x: Leaf, verdict: Verdict) -> int:
-    """How many features a leaf takes, without the window; -1 if it takes none."""
+def _inputs(x: Leaf, verdict: Verdict) -> int | None:
+    """How many features a leaf takes, without the window."""
     if verdict.numbers is None:
         is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
         is_vector = bool(x.shape) and x.kind in ("norm", "embedding")
-        return x.features if is_layer else x.shape[-1] if is_vector else -1
+        return x.features if is_layer else x.shape[-1] if is_vector else None
     axes: Any = verdict.numbers.reduction_axis
     axes = (axes,) if isinstance(axes, int) else axes
     if len(axes) > (1 if x.is_conv else 2):
-        return x.features if x.features > _COLORS else -1
+        return x.features if x.features > _COLORS else None
     # A square by itself may be of pairs of what others give: transitions.
     is_square = not x.is_kernel and len({*x.shape}) == 1
-    return -1 if is_square else math.prod(x.shape[x.axes.index(i)] for i in axes)
+    return None if is_square else math.prod(x.shape[x.axes.index(i)] for i in axes)
 
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:
