@@ -19,9 +19,20 @@ _GAINS = {"scale", "scales", "gain", "gains"}
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
 _SHORT = {"emb", "embd"}
+_OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
 # Learned, and added or compared to: positions, tokens, prompts, prototypes, decays.
-_ADDED = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
-_ADDED |= {"latents", "prompt", "prompts", "prototypes", "probe", "queries", "cls"}
+_POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
+_POSITIONS |= {"relative", "rel"}
+_ADDED = {
+    *_POSITIONS,
+    "latents",
+    "prompt",
+    "prompts",
+    "prototypes",
+    "probe",
+    "queries",
+    "cls",
+}
 _ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "logs"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
@@ -30,7 +41,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters", "static", "dynamic", "relative", "rel", "table"}
+_FIXED |= {"filter", "filters", "static", "dynamic", "table"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"logits", "predictions"}  # Keras' applications
 
@@ -108,13 +119,16 @@ def kind(path: Path) -> str:
     tables = _TABLES | (_SHORT if is_array or len(called) == 1 else set())
     begins = tables if is_array else {"embed"} if name != "kernel" else set()
     is_shared = called == ("shared",) and name != "kernel"  # as in T5 and BART
-    is_table = last & tables or first & begins or is_shared
+    of_tokens = last & {*_SHORT, "table", "matrix"} and _OF_TOKENS & {*called[:-1]}
+    is_table = last & tables or first & begins or is_shared or of_tokens
     if (is_table and not is_layer) or "W_E" in path[-2:]:
         return "embedding"
-    if is_array and not _ADDED.isdisjoint(own):
+    # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
+    is_position = name != "kernel" and not is_layer and first & _POSITIONS
+    if is_position or (is_array and not _ADDED.isdisjoint(own)):
         return "added"
     is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
-    if is_gain or not (is_layer or (_FIXED | _ADDED).isdisjoint(called)):
+    if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
     # `lm_head`, not `head_conv` or `logit_key`; an array may be called so.
     ends = {*called[-1:], *module[-1:], *({"logits"} & {*called, *module})}

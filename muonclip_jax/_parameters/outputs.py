@@ -40,14 +40,15 @@ def outputs_of(
     heads = [x for x in in_order if verdicts[x.own].label == "head"]
     tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
     chains: dict[Path, list[Leaf]] = {}  # the layers of a module without a name
-    for x in kernels:
+    rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
+    for x in sorted(kernels + rows, key=_in_order):
         if names.UNNAMED.fullmatch(x.module):
             chains.setdefault(x.path[:-2], []).append(x)
     # Layers of one shape are a block, and two that come back to where they began.
     last = {
         chain[-1]: len(chain) > 2 and at != () and chain[-1].bias is not None
         for at, chain in chains.items()
-        if len(chain) == 1 or len({x.shape for x in chain}) > 1
+        if len({x.shape for x in chain}) > 1 or (len(chain) == 1 and not at)
         if not (at and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
     }
     # A part of a block by its name is none, nor what others may take in parts.
@@ -72,14 +73,21 @@ def outputs_of(
         x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
         for x, why in found.items()
     }
+    # Kernels that take what another gives, or the gates of a recurrent cell.
+    given = Counter(x.shape[-1] for x in kernels)
+    follows = {
+        x
+        for x in kernels
+        if any(
+            given[n * x.features] > (n * x.features == x.shape[-1]) for n in (1, 3, 4)
+        )
+    }
     # Nobody knows what a kernel takes that a mask hides, nor of a part of a model.
-    taken = Counter(x.features for x in kernels)
-    is_deep = any(taken[n := x.shape[-1]] > (n == x.features) for x in kernels)
-    if hides or not is_deep:
+    if hides or not follows:
         return said
-    asked = ends | {x for x in kernels if _is_called_output(x, x in alone)}
+    asked = ends | {x for x in kernels if _is_called_output(x, x in alone & follows)}
     has_head = bool(heads or found or ends)
-    asked |= {x for x in last if last[x] or (x in alone and not has_head)}
+    asked |= {x for x in follows & {*last} if last[x] or (x in alone and not has_head)}
     for x in asked - {*found}:
         is_head = x in alone and (x in open_ends or not x.path[2:])
         numbers = None if is_head else verdicts[x.own].numbers
