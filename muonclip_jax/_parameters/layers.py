@@ -114,10 +114,6 @@ class Leaf(NamedTuple):
         return len(self.window) > 1 and len({*self.window}) == 1
 
     @property
-    def is_row(self) -> bool:
-        return self.is_kernel and self.shape[-1] == 1
-
-    @property
     def features(self) -> int:
         """The inputs of a kernel; of a window its channels, which PyTorch has first."""
         return self.shape[0 if self.is_turned else -2]

@@ -40,6 +40,8 @@ class Sides(NamedTuple):
     outputs: Sequence[int]
 
 
+DENSE = Sides((-2,), (-1,))
+
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 ATTENTION = WITH_HEADS | {"out"}
@@ -62,9 +64,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]
         fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
-            # A name by itself, such as `linear`, is no role unless its shape fits.
-            is_role = bool(fitting) or len(members) > 1
-            found[leaf.own] = role * is_role, tuple(letters.values())
+            found[leaf.own] = role, tuple(letters.values())
     return found
 
 

@@ -41,7 +41,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters", "static", "dynamic", "table"}
+_FIXED |= {"filter", "filters", "static", "dynamic"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"logits", "predictions"}  # Keras' applications
 

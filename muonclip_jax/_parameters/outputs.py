@@ -15,7 +15,7 @@ from typing import Any
 
 from . import names
 from .layers import Leaf
-from .layouts import WITH_HEADS
+from .layouts import DENSE, WITH_HEADS
 from .paths import Path
 from .stacks import Stack
 from .verdict import Verdict
@@ -65,25 +65,28 @@ def outputs_of(
     lasts = {x for x in able if x in last and x.path[:-2] in modules}
     found = dict.fromkeys(lasts or able & open_ends, "as large as the vocabulary")
     hides = any(x.source == "hidden" for x in verdicts.values())
-    if len(ends - {*found}) == 1 and len(kernels) > 2 and not (heads or found or hides):
+    n_matrices = sum(x.numbers is not None for x in verdicts.values())
+    is_whole = n_matrices > 2 and not (heads or found)
+    if len(ends) == 1 and is_whole:
         found |= {
-            x: "nothing takes its outputs" for x in ends & alone if _may_be_head(x)
+            x: "nothing takes its outputs" for x in filter(_may_be_head, ends & alone)
         }
     said = {
         x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
         for x, why in found.items()
     }
-    # Kernels that take what another gives, or the gates of a recurrent cell.
+    if hides:  # nobody knows what a kernel takes that a mask hides
+        asked = Verdict("head", None, "may write the output", is_known=False)
+        return said | {x.own: asked for x in ends & {*found}}
+    # A head that writes features which another part takes is none: the pictures' of
+    # PaliGemma, the texts' of SigLIP.
+    for x in heads:
+        if x.path[2:] and x.module == "head" and count[x.shape[-1]]:
+            doubt = Verdict("matrix", x.numbers(*DENSE), "may be no head")
+            said[x.own] = doubt._replace(is_known=False)
     given = Counter(x.shape[-1] for x in kernels)
-    follows = {
-        x
-        for x in kernels
-        if any(
-            given[n * x.features] > (n * x.features == x.shape[-1]) for n in (1, 3, 4)
-        )
-    }
-    # Nobody knows what a kernel takes that a mask hides, nor of a part of a model.
-    if hides or not follows:
+    follows = {x for x in kernels if _follows(x, given)}
+    if not follows:  # a part of a model
         return said
     asked = ends | {x for x in kernels if _is_called_output(x, x in alone & follows)}
     has_head = bool(heads or found or ends)
@@ -92,14 +95,13 @@ def outputs_of(
         is_head = x in alone and (x in open_ends or not x.path[2:])
         numbers = None if is_head else verdicts[x.own].numbers
         said[x.own] = Verdict("head", numbers, "may write the output", is_known=False)
-    # A head that writes features which another part takes is none: the pictures' of
-    # PaliGemma, the texts' of SigLIP.
-    for x in heads:
-        if x.path[2:] and x.module == "head" and count[x.shape[-1]]:
-            said[x.own] = Verdict(
-                "matrix", x.numbers((-2,), (-1,)), "may be no head", is_known=False
-            )
     return said
+
+
+def _follows(x: Leaf, given: Mapping[int, int]) -> bool:
+    """Whether it takes what another kernel gives, or the gates of a recurrent cell."""
+    sizes = [n * x.features for n in ((1, 3, 4) if x.rank == 2 else (1,))]
+    return any(given[n] > (n == x.shape[-1]) for n in sizes)
 
 
 def _may_be_head(x: Leaf) -> bool:
@@ -109,7 +111,9 @@ def _may_be_head(x: Leaf) -> bool:
 
 
 def _is_called_output(x: Leaf, is_alone: bool) -> bool:
-    said = names.words(x.module)
+    # What says nothing is called what its module is: `final/linear`.
+    is_open = names.UNNAMED.fullmatch(x.module)
+    said = names.words("".join(x.path[-3:-2] if is_open else x.path[-2:-1]))
     is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
     return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
 
@@ -120,24 +124,22 @@ def _is_part(x: Leaf, count: Mapping[int, int]) -> bool:
         n * m == outputs for n in count for m in (2, 3, 4, 6)
     )
     # A picture is made flat before a layer takes it.
-    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in count)
+    is_flat = x.rank > 2 and any(n % outputs == 0 for n in count)
     is_named = not names.IN_BLOCK.isdisjoint(names.words(x.module))
     return is_named or is_flat or (is_fused and x.path[2:] != ())
 
 
 def _inputs(x: Leaf, verdict: Verdict) -> int | None:
-    """How many features a leaf takes, without the window."""
+    """How many features a leaf takes; of a window its channels."""
     if verdict.numbers is None:
         is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
         is_vector = bool(x.shape) and x.kind in ("norm", "embedding")
         return x.features if is_layer else x.shape[-1] if is_vector else None
     axes: Any = verdict.numbers.reduction_axis
     axes = (axes,) if isinstance(axes, int) else axes
-    if len(axes) > (1 if x.is_conv else 2):
+    if x.is_conv and x.rank > 2:
         return x.features if x.features > _COLORS else None
-    # A square by itself may be of pairs of what others give: transitions.
-    is_square = not x.is_kernel and len({*x.shape}) == 1
-    return None if is_square else math.prod(x.shape[x.axes.index(i)] for i in axes)
+    return math.prod(x.shape[x.axes.index(i)] for i in axes)
 
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:

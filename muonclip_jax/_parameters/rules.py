@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
-from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
+from .layouts import ATTENTION, DENSE, layouts_of, Sides, sides_of, WITH_HEADS
 from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import IN_FRONT, StackAxes
@@ -23,8 +23,6 @@ _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 _ROUTERS = {"router", "gate", "gates"}
 _EXPERTS = {"expert", "experts"}
-
-DENSE = Sides((-2,), (-1,))
 
 
 class Rule(NamedTuple):
@@ -134,7 +132,10 @@ RULES = (
 )
 #: Leaves of two axes. One row of weights has no singular values to make even.
 OF_TWO_AXES = (
-    Rule("one output", lambda x: x.is_row and not names.is_low_rank(x.path)),
+    Rule(
+        "one output",
+        lambda x: x.is_kernel and 1 in x.shape[-1:] and not names.is_low_rank(x.path),
+    ),
     Rule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
     Rule(
