@@ -64,7 +64,9 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]
         fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
-            found[leaf.own] = role, tuple(letters.values())
+            # A name by itself, such as `linear`, is no role unless its shape fits.
+            is_role = bool(fitting) or len(members) > 1
+            found[leaf.own] = role * is_role, tuple(letters.values())
     return found
 
 

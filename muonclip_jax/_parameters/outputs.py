@@ -57,20 +57,15 @@ def outputs_of(
 
     # The last layer in the table's module, or at the root, else what no layer takes.
     sizes, modules = {x.shape[0] for x in tables}, {(), *(x.path[:-2] for x in tables)}
-    able = {
-        x
-        for x in alone.intersection(layers if len(layers) > 1 else kernels)
-        if x.shape[-1] in sizes and not heads
-    }
-    lasts = {x for x in able if x in last and x.path[:-2] in modules}
-    found = dict.fromkeys(lasts or able & open_ends, "as large as the vocabulary")
+    able = alone.intersection(layers if len(layers) > 1 else kernels)
+    able = {x for x in able if x.shape[-1] in sizes and not heads}
+    found = {x for x in able if x in last and x.path[:-2] in modules}
+    found = dict.fromkeys(found or able & open_ends, "as large as the vocabulary")
     hides = any(x.source == "hidden" for x in verdicts.values())
     n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    is_whole = n_matrices > 2 and not (heads or found)
-    if len(ends) == 1 and is_whole:
-        found |= {
-            x: "nothing takes its outputs" for x in filter(_may_be_head, ends & alone)
-        }
+    if len(ends) == 1 and n_matrices > 2 and not (heads or found):
+        sure = filter(_may_be_head, ends & alone)
+        found = dict.fromkeys(sure, "nothing takes its outputs")
     said = {
         x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
         for x, why in found.items()
@@ -88,8 +83,9 @@ def outputs_of(
     follows = {x for x in kernels if _follows(x, given)}
     if not follows:  # a part of a model
         return said
-    asked = ends | {x for x in kernels if _is_called_output(x, x in alone & follows)}
-    has_head = bool(heads or found or ends)
+    asked, has_head = ends | found.keys(), bool(heads or found or ends)
+    lasts, seen = {chain[-1] for chain in chains.values()}, alone & follows
+    asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
     asked |= {x for x in follows & {*last} if last[x] or (x in alone and not has_head)}
     for x in asked - {*found}:
         is_head = x in alone and (x in open_ends or not x.path[2:])
@@ -110,10 +106,9 @@ def _may_be_head(x: Leaf) -> bool:
     return x.bias is not None and x.rank == 2 and not is_gate
 
 
-def _is_called_output(x: Leaf, is_alone: bool) -> bool:
+def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
     # What says nothing is called what its module is: `final/linear`.
-    is_open = names.UNNAMED.fullmatch(x.module)
-    said = names.words("".join(x.path[-3:-2] if is_open else x.path[-2:-1]))
+    said = names.words("".join(x.path[-3:-2] if is_last else x.path[-2:-1]))
     is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
     return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
 
@@ -124,7 +119,7 @@ def _is_part(x: Leaf, count: Mapping[int, int]) -> bool:
         n * m == outputs for n in count for m in (2, 3, 4, 6)
     )
     # A picture is made flat before a layer takes it.
-    is_flat = x.rank > 2 and any(n % outputs == 0 for n in count)
+    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in count)
     is_named = not names.IN_BLOCK.isdisjoint(names.words(x.module))
     return is_named or is_flat or (is_fused and x.path[2:] != ())
 
@@ -137,8 +132,9 @@ def _inputs(x: Leaf, verdict: Verdict) -> int | None:
         return x.features if is_layer else x.shape[-1] if is_vector else None
     axes: Any = verdict.numbers.reduction_axis
     axes = (axes,) if isinstance(axes, int) else axes
-    if x.is_conv and x.rank > 2:
-        return x.features if x.features > _COLORS else None
+    if len(axes) > (1 if x.is_conv else 2):
+        is_point = {*x.shape[:-2]} == {1}  # else they may be the colors of a picture
+        return x.features if x.features > _COLORS or is_point else None
     return math.prod(x.shape[x.axes.index(i)] for i in axes)
 
 
