@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .layers import Leaf
 from .paths import Path
@@ -48,7 +48,7 @@ ATTENTION = WITH_HEADS | {"out"}
 _ROLES = {role for layout in LAYOUTS for role in layout}
 
 
-def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]]:
+def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, Any]]:
     """The role of every kernel that a layout may name, and the letters that fit it.
 
     Several if layouts fit that take the kernel apart differently.
@@ -59,14 +59,15 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]
         name = "".join(leaf.path[at : at + 1])
         if name in _ROLES and leaf.shape:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
-    found: dict[Path, tuple[str, tuple[str, ...]]] = {}
+    found: dict[Path, dict[str, Any]] = {}
     for members in modules.values():
         fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
             # A name by itself, such as `linear`, is no role unless its shape fits.
             is_role = bool(fitting) or len(members) > 1
-            found[leaf.own] = role * is_role, tuple(letters.values())
+            about = dict(role=role * is_role, letters=tuple(letters.values()))
+            found[leaf.own] = about
     return found
 
 
@@ -87,13 +88,13 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
         # A bias has the outputs of its kernel, and its layers.
         outputs = "".join(x for x in layout[role] if not x.islower())
         for letters, shape in ((layout[role], leaf.shape), (outputs, leaf.bias)):
-            pairs = list(zip(letters.upper(), shape or ()))
-            if shape and len(letters) != len(shape):
+            if not shape:
+                continue
+            if len(letters) != len(shape):
                 return False
-            if any(
-                size.setdefault(x, int(x) if x.isdigit() else n) != n for x, n in pairs
-            ):
-                return False
+            for x, n in zip(letters.upper(), shape, strict=True):
+                if size.setdefault(x, int(x) if x.isdigit() else n) != n:
+                    return False
     wholes = [x for x in ("MNV", "NKG") if {*x} <= size.keys()]
     return all(size[x[0]] == size[x[1]] * size[x[2]] for x in wholes)
 

@@ -96,7 +96,8 @@ def outputs_of(
 
 def _follows(x: Leaf, given: Mapping[int, int]) -> bool:
     """Whether it takes what another kernel gives, or the gates of a recurrent cell."""
-    sizes = [n * x.features for n in ((1, 3, 4) if x.rank == 2 else (1,))]
+    parts = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
+    sizes = (n * x.features for n in parts)
     return any(given[n] > (n == x.shape[-1]) for n in sizes)
 
 

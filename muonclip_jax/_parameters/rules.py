@@ -192,14 +192,16 @@ class ByNames:
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
         self.hides = any(map(names.is_vector, hidden))
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
-        kernels = [x for x in leaves.values() if x.is_kernel or x.rank > 2]
-        modules = {x.path[:-1] for x in kernels}
-        self.leaves: dict[Path, Leaf] = {}
-        for own, x in leaves.items():
-            role, letters = layouts.get(own, ("", ()))
-            about = dict(role=role, letters=letters, experts=experts.get(own))
-            is_part = x.path[:-1] in modules
-            self.leaves[own] = x._replace(**about, is_part=is_part, hides=self.hides)
+        modules = {x.path[:-1] for x in leaves.values() if x.is_kernel or x.rank > 2}
+        self.leaves = {
+            own: x._replace(
+                experts=experts.get(own),
+                is_part=x.path[:-1] in modules,
+                hides=self.hides,
+                **layouts.get(own, {}),
+            )
+            for own, x in leaves.items()
+        }
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
