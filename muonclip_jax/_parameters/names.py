@@ -23,21 +23,13 @@ _OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
 # Learned, and added or compared to: positions, tokens, prompts, prototypes, decays.
 _POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _POSITIONS |= {"relative", "rel"}
-_ADDED = {
-    *_POSITIONS,
-    "latents",
-    "prompt",
-    "prompts",
-    "prototypes",
-    "probe",
-    "queries",
-    "cls",
-}
+_ADDED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries", "cls"}
 _ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "logs"}
+_ADDED |= _POSITIONS
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Constants of a model, which some keep among the params, what is looked up, and what is
-# multiplied entry by entry though it is called a kernel.
+# Constants of a model, which some keep among the params and what is multiplied entry
+# by entry though it is called a kernel.
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
