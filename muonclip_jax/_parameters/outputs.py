@@ -63,8 +63,9 @@ def outputs_of(
     found = dict.fromkeys(found or able & open_ends, "as large as the vocabulary")
     hides = any(x.source == "hidden" for x in verdicts.values())
     n_matrices = sum(x.numbers is not None for x in verdicts.values())
+    sure: set[Leaf] = set()
     if len(ends) == 1 and n_matrices > 2 and not (heads or found):
-        sure = filter(_may_be_head, ends & alone)
+        sure = {*filter(_may_be_head, ends & alone)}
         found = dict.fromkeys(sure, "nothing takes its outputs")
     said = {
         x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
@@ -72,7 +73,7 @@ def outputs_of(
     }
     if hides:  # nobody knows what a kernel takes that a mask hides
         asked = Verdict("head", None, "may write the output", is_known=False)
-        return said | {x.own: asked for x in ends & {*found}}
+        return said | {x.own: asked for x in sure}
     # A head that writes features which another part takes is none: the pictures' of
     # PaliGemma, the texts' of SigLIP.
     for x in heads:
@@ -86,7 +87,9 @@ def outputs_of(
     asked, has_head = ends | found.keys(), bool(heads or found or ends)
     lasts, seen = {chain[-1] for chain in chains.values()}, alone & follows
     asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
-    asked |= {x for x in follows & {*last} if last[x] or (x in alone and not has_head)}
+    # Next to a table the last of a module is as likely the last of a stem.
+    seen = {x for x in seen if not (has_head or (tables and x.path[2:]))}
+    asked |= {x for x in follows & {*last} if last[x] or x in seen}
     for x in asked - {*found}:
         is_head = x in alone and (x in open_ends or not x.path[2:])
         numbers = None if is_head else verdicts[x.own].numbers

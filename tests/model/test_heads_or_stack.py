@@ -86,7 +86,8 @@ def test_heads_are_known_whatever_the_output_is_called(module, expected):
         three(12, 32, 32),
         three(16, 16, 16) | {"proj": kernel(16, 16, 16)},  # 16 layers of width 16
         # Words that others than attention use for an output, too.
-        *(three(12, 8, 16) | {x: kernel(12, 16, 8)} for x in ("proj", "output")),
+        three(12, 8, 16) | {"proj": kernel(12, 16, 8)},
+        three(12, 8, 16) | {"output": kernel(12, 16, 8)},
         {name: kernel(4, 16, 16) for name in ("query", "key")},
         # Kernels alongside attention may have an axis of their own.
         three(12, 8, 16) | {"mlp_up": kernel(12, 16, 8)},
