@@ -4,7 +4,6 @@ Workers of pytest-xdist and scripts inherit both from the process that started t
 keep the programs from run to run, set `JAX_COMPILATION_CACHE_DIR` yourself.
 """
 
-import collections
 import functools
 import os
 import tempfile
@@ -26,38 +25,49 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
-def pytest_collection_modifyitems(items):
-    """Marks `more` what repeats values of parameters in another combination.
-
-    Of a product of parameters, `pytest` alone runs cases that have each value of each
-    parameter once; `.ci/run` runs them all.
-    """
-    products = collections.defaultdict(list)
-    for item in items:
-        marked = any(item.iter_markers("more")) or any(item.iter_markers("slow"))
-        if hasattr(item, "callspec") and not marked:
-            products[item.nodeid.partition("[")[0]].append(item)
-    for cases in products.values():
-        left = set().union(*map(values_of, cases))
-        while left:  # the usual greedy cover
-            best = max(cases, key=lambda case: len(left & values_of(case)))
-            left -= values_of(best)
-            cases.remove(best)
-        for case in cases:
-            case.add_marker(pytest.mark.more)
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cpu-limit",
+        type=float,
+        metavar="SECONDS",
+        help="warn of a test without the marker `more` that takes more CPU seconds; "
+        "one that takes twice as many fails, since machines differ",
+    )
 
 
-def values_of(case) -> set:
-    """By `parametrize`, of one name or several that vary together, and by fixture."""
-    params = case.callspec.params
-    together = []
-    for mark in case.iter_markers("parametrize"):
-        names = mark.args[0]
-        names = names.split(",") if isinstance(names, str) else names
-        together.append([name.strip() for name in names])
-    together += [[name] for name in params.keys() - set().union(*together)]
-    return {(*names, *(id(params[name]) for name in names)) for names in together}
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Docstring examples are in the package alone: no file here is read for them."""
+    return [found for found in (yield) if type(found) is pytest.Module]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[STARTED] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Holds the default run to its time, where `--cpu-limit` asks for it."""
+    result = yield
+    limit = item.config.getoption("cpu_limit")
+    seconds = cpu_seconds() - item.stash[STARTED]
+    marked = {mark.name for mark in item.iter_markers()} & {"more", "slow", "always"}
+    if limit and seconds > limit and not marked:
+        said = f"{item.nodeid} takes {seconds:.1f} CPU seconds: mark it `more`"
+        if seconds > 2 * limit:
+            pytest.fail(said, pytrace=False)
+        item.warn(pytest.PytestWarning(said))
+    return result
+
+
+STARTED = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Independent references and small models that several test files share."""
 
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -32,6 +33,20 @@ def few(cases, *names) -> list:
         return more(*(case if isinstance(case, tuple) else (case,)))
 
     return [case if case in names else repeated(case) for case in cases]
+
+
+def one_at_a_time(*values) -> list:
+    """All combinations, of which `pytest` alone runs those near the first.
+
+    These have at most one value that is not the first of its parameter.
+    """
+    cases = itertools.product(*(enumerate(of_one) for of_one in values))
+    return [
+        (pytest.param if sum(i > 0 for i, _ in case) < 2 else more)(
+            *(value for _, value in case)
+        )
+        for case in cases
+    ]
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -109,11 +124,16 @@ def polynomial_of(x: np.ndarray, schedule, norm: float | None = None) -> np.ndar
 def normal(seed, *shape, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
     """Drawn by NumPy: XLA would compile its generator for every shape, for seconds."""
     draw = scale * np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(np.asarray(draw, dtype))
+    return jax.device_put(np.asarray(draw, dtype))
+
+
+def ones(*shape, dtype=jnp.float32) -> jax.Array:
+    """Made by NumPy, for the same reason: modules that tests import run no program."""
+    return jax.device_put(np.ones(shape, dtype))
 
 
 def bernoulli(seed, probability: float, shape) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
+    return jax.device_put(np.random.default_rng(seed).random(shape) < probability)
 
 
 def naive_logits(query, key, mask=None):

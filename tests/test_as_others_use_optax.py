@@ -135,6 +135,7 @@ class OwnTrainState(struct.PyTreeNode):
         return self.replace(params=params, opt_state=opt_state), info
 
 
+@pytest.mark.more
 def test_dit_has_a_train_state_of_its_own():
     """kvfrans/jax-diffusion-transformer: statistics come out as the loss's `info`, and
     the clip follows the step, in `pmap` over two devices."""
@@ -165,6 +166,7 @@ def test_dit_has_a_train_state_of_its_own():
     np.testing.assert_array_less(stats["attn"]["max_logits"], 2.0 * (1 + 1e-5))
 
 
+@pytest.mark.more
 def test_seqax_has_all_in_one_shard_map():
     """MatX-inc/seqax: a single `shard_map` holds the loss, its gradient and the
     optimizer; weights are cut along the axis that divides the batch."""
@@ -219,6 +221,7 @@ def test_seqax_has_all_in_one_shard_map():
     check_same(loop)
 
 
+@pytest.mark.more
 def test_pure_jax_rl_has_all_in_one_jit():
     """luchris429/purejaxrl: `TrainState.create` and all updates in one `jit`, in scans
     of epochs and minibatches, under `vmap` over seeds, with a rate that falls."""
@@ -260,6 +263,7 @@ def masks_of(patterns, params):
     ]
 
 
+@pytest.mark.more
 def test_big_vision_has_rates_and_frozen_leaves_by_regex():
     """google-research/big_vision: `(pattern, schedule)` pairs, each a masked scale at
     the end of the chain; what has no schedule is frozen by `set_to_zero`."""
@@ -287,6 +291,7 @@ def test_big_vision_has_rates_and_frozen_leaves_by_regex():
     )
 
 
+@pytest.mark.more
 def test_brax_updates_under_pmap_without_params():
     """google/brax: gradients are averaged by `pmean` in `pmap`, and the optimizer, a
     clip by norm before it, gets no params."""
@@ -321,6 +326,7 @@ class Layer(eqx.Module):
     scale: float
 
 
+@pytest.mark.more
 def test_equinox_filters_what_is_differentiated():
     """patrick-kidger/equinox: `filter_jit`, `filter_value_and_grad`, `eqx.filter` for
     `init`, `apply_updates`; the state is a part of what `filter_jit` takes."""

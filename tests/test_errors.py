@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, linen_variables, LinenModel, nnx_model
+from helpers import inputs, linen_variables, LinenModel, more, nnx_model
 
 import muonclip_jax as mc
 
@@ -49,7 +49,7 @@ def test_attention_layer_without_statistics(jit, stats):
         update(PARAMS, stats, jit)
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, more(True)])
 @pytest.mark.parametrize("shape", [(3,), (1,), (4,), (1, 2), (3, 2)])
 def test_head_counts_that_differ(jit, shape):
     stats = {"decoder": {"attn": {"max_logits": jnp.ones(shape)}}}

@@ -59,6 +59,7 @@ LONG = {
     for name in (
         "adoption",
         "devices",
+        "fine_tuning",
         "from_optax",
         "kernels",
         "labels",
@@ -78,7 +79,19 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("page", few(PAGES, *set(PAGES) - LONG), ids=name_of)
+# What a newcomer runs first is run every day, whatever it takes.
+QUICK_STARTS = [ROOT / "README.md", ROOT / "docs" / "quick_start_nnx.md"]
+OTHERS = [page for page in PAGES if page not in QUICK_STARTS]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *(pytest.param(page, marks=pytest.mark.always) for page in QUICK_STARTS),
+        *few(OTHERS, *set(OTHERS) - LONG),
+    ],
+    ids=name_of,
+)
 def test_python_runs_and_prints_what_the_page_says(page):
     namespace = {"__name__": "__main__"}
     printed = None

@@ -140,6 +140,7 @@ def test_what_is_like_a_param_and_nothing_else(name):
     assert named(tx, state, PARAMS) == expected
 
 
+@pytest.mark.more
 def test_of_an_nnx_model_and_after_a_step():
     params = nnx.to_pure_dict(nnx.state(nnx_model(), nnx.Param))
     kernels = {"*kernel": "auto", "*bias": None}

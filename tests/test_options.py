@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import one_at_a_time
 from internals import muon_module, muonclip_module, scale_module
 from optax.contrib import MuonDimensionNumbers
 
@@ -215,18 +216,18 @@ LOGITS = {"layer": {"max_logits": jnp.asarray([400.0, 90.0])}}
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"]
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "learning_rate",
-        "weight_decay",
-        "adam_weight_decay",
-        "beta",
-        "alpha",
-        "threshold",
-    ],
+    "name, wrong",
+    one_at_a_time(
+        [
+            "learning_rate",
+            "weight_decay",
+            "adam_weight_decay",
+            "beta",
+            "alpha",
+            "threshold",
+        ],
+        [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"],
+    ),
 )
 def test_a_schedule_that_returns_no_number_is_named(name, wrong):
     """By `init` or by the first update, eager and traced."""

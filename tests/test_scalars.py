@@ -171,6 +171,7 @@ def test_what_is_not_finite_is_absent_until_it_is():
     assert {name for name in found} == {"param_norm/matrix", "param_norm/vector"}
 
 
+@pytest.mark.more
 def test_a_reading_names_layers_and_groups():
     params = {"q": normal(0, 8, 8), "k": normal(1, 8, 8), "out": normal(2, 8, 4)}
     x = normal(3, 5, 8)

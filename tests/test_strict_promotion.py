@@ -6,10 +6,11 @@ import inspect
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import clip_at_rest, more, normal
+from helpers import clip_at_rest, more, normal, ones
 from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
@@ -34,6 +35,7 @@ PARAMS = {
     "down": {"kernel": normal(4, 16, 8), "bias": normal(5, 8)},
     "embed": {"embedding": normal(6, 11, 8)},
     "large": {"kernel": normal(7, 90, 80)},
+    "back": {"kernel": normal(8, 80, 90)},
     "output": {"kernel": normal(8, 8, 11)},
 }
 STATS = {
@@ -74,15 +76,16 @@ def sizes(dtype=jnp.float32):
 
 
 FLOAT = jnp.float32
-IDS = (jnp.arange(9) // 4).astype(jnp.int32)
+IDS = jnp.asarray(np.arange(9, dtype=np.int32) // 4)
+ROW = jnp.asarray(np.asarray(IDS)[None])
 MASKS = [(9,), (9, 9), (4, 9, 9), (1, 4, 9, 9), (2, 1, 1, 9), (2, 4, 9, 9)]
 ATTENTION = [
     {},
     dict(is_causal=True, local_window_size=(3, 1)),
     dict(query_segment_ids=IDS),
-    dict(query_segment_ids=IDS, key_segment_ids=IDS[None]),
-    dict(query_segment_ids=IDS[None], key_segment_ids=jnp.stack([IDS, IDS])),
-    *(dict(mask=jnp.ones(m, bool), bias=jnp.ones(m)) for m in MASKS),
+    dict(query_segment_ids=IDS, key_segment_ids=ROW),
+    dict(query_segment_ids=ROW, key_segment_ids=jnp.asarray(np.tile(ROW, (2, 1)))),
+    *(dict(mask=ones(*m, dtype=bool), bias=ones(*m)) for m in MASKS),
 ]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import ones
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -22,15 +23,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64"),
 ]
 
-KERNEL = jnp.ones((8, 2, 4))
+KERNEL = ones(8, 2, 4)
 PARAMS = {
     "attn": {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}},
-    "mlp": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)},
+    "mlp": {"kernel": ones(8, 16), "bias": ones(16)},
 }
 GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
 STATS = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
-QUERY = jnp.ones((2, 5, 4, 3))
-KEY = jnp.ones((2, 5, 2, 3))
+QUERY = ones(2, 5, 4, 3)
+KEY = ones(2, 5, 2, 3)
 
 
 def update(tx, grads=GRADS, params=PARAMS, stats=STATS):
@@ -584,9 +585,12 @@ WRONG = {
         "needs floating-point .*float8_e4m3fn",
     ),
     "nothing to orthogonalize": (orthogonalize(None), "x must be an array, got None"),
-    "a tree": (orthogonalize({"w": jnp.eye(2)}), "x must be an array, got {'w'"),
+    "a tree": (orthogonalize({"w": QUERY}), "x must be an array, got {'w'"),
     "a mask of words": (attend(mask=["yes"] * 5), "mask must be an array, got"),
-    "a bias that is complex": (attend(bias=jnp.ones(5) * 1j), "bias must be real"),
+    "a bias that is complex": (
+        attend(bias=ones(5, dtype=complex)),
+        "bias must be real",
+    ),
     "a mask of another length": (
         attend(mask=jnp.ones(4, bool)),
         "mask .*not broadcast",

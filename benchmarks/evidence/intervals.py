@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 
 class Interval(NamedTuple):
@@ -39,6 +38,8 @@ def interval(values: Values) -> Interval:
     x = np.asarray(values, np.float64)
     if len(x) < 2:
         return Interval(float(x.mean()), float("nan"))
+    from scipy import stats  # takes a second
+
     half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
     return Interval(float(x.mean()), float(half))
 

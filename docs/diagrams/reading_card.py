@@ -23,10 +23,10 @@ QUERY_AND_KEY = (("query", COLORS[0]), ("key", COLORS[1]))
 
 
 class Step(NamedTuple):
-    """An array on the way back, with its label, and what made it of the next."""
+    """An array on the way back, with its marks, and what made it of the next."""
 
     shape: tuple[int, ...]
-    label: np.ndarray
+    marks: np.ndarray
     made_by: str
 
 
@@ -72,26 +72,26 @@ def ways_back() -> tuple[Step, list[Step], list[Step]]:
     (softmax,) = softmaxes.all()
     (product,) = softmaxes.products(softmax)
     heads = heads_of(softmaxes.scaling, product, (0, 1))
-    made = [product.side(i, heads.label) for i in (0, 1)]
+    made = [product.side(i, heads.marks) for i in (0, 1)]
     query, key = (_way_back(graph, product.operand(i), made[i]) for i in (0, 1))
     (layer,) = mc.read_model(loss, params, x).attention
     for side, (leaf,) in ((query, layer.query), (key, layer.key)):
-        marked, _ = heads.owners(side[-1].label)
+        marked, _ = heads.head_ids(side[-1].marks)
         read = leaf.owned(params["qkv"].shape)
-        assert read is not None and np.array_equal(marked, read.owners)
-    return Step(product.shape, heads.label, product.at.name), query, key
+        assert read is not None and np.array_equal(marked, read.head_ids)
+    return Step(product.eqn.output().shape, heads.marks, product.eqn.name), query, key
 
 
-def _way_back(graph: Graph, atom: Any, label: np.ndarray) -> list[Step]:
+def _way_back(graph: Graph, atom: Any, marks: np.ndarray) -> list[Step]:
     """Down to the parameter that an array was made of; none if it is data."""
-    (origin,) = graph.origins(atom, (label,))
+    (origin,) = graph.origins(atom, (marks,))
     if origin.parameter is not None:
-        return [Step(atom.shape, label, "")]
-    if origin.at is None:
+        return [Step(atom.shape, marks, "")]
+    if origin.eqn is None:
         return []
-    for i, move in moves(origin.at, origin.k):
-        if rest := _way_back(graph, origin.at.inputs()[i], move(label)):
-            return [Step(atom.shape, label, origin.at.name), *rest]
+    for i, move in moves(origin.eqn, origin.k):
+        if rest := _way_back(graph, origin.eqn.inputs()[i], move(marks)):
+            return [Step(atom.shape, marks, origin.eqn.name), *rest]
     return []
 
 
@@ -105,26 +105,26 @@ def _y(row: float) -> float:
 def _draw_array(
     card: Card, x: float, row: int, name: str, step: Step, color: str
 ) -> None:
-    _draw_label(card, x, _y(row), step, color)
+    _draw_marks(card, x, _y(row), step, color)
     words = f"{name} {_shown(step.shape)}".strip()
-    words += f", label {_shown(step.label.shape)}"
+    words += f", marks {_shown(step.marks.shape)}"
     card.text(x, _y(row) + LENGTH * CELL + 13, words)
 
 
-def _draw_label(card: Card, x: float, y: float, step: Step, color: str) -> None:
-    """A rectangle for each entry of the label; heads of their own axis are apart."""
-    shape, label = step.shape, step.label
-    axis = next((a for a in range(len(shape) - 1) if label.shape[a] > 1), None)
+def _draw_marks(card: Card, x: float, y: float, step: Step, color: str) -> None:
+    """A rectangle for each entry of the marks; heads of their own axis are apart."""
+    shape, marks = step.shape, step.marks
+    axis = next((a for a in range(len(shape) - 1) if marks.shape[a] > 1), None)
     groups = 1
     if axis is not None:
         groups = shape[axis]
         shape = shape[:axis] + shape[axis + 1 :]
-        label = np.moveaxis(label, axis, 0)
-    label = label.reshape(groups, *label.shape[-2:])
+        marks = np.moveaxis(marks, axis, 0)
+    marks = marks.reshape(groups, *marks.shape[-2:])
     rows, columns = shape
     width, height = columns * CELL, rows * CELL
     left = x - (groups * (width + GAP) - GAP) / 2
-    for group in label:
+    for group in marks:
         for i, j in np.ndindex(group.shape):
             w, h = width / group.shape[1], height / group.shape[0]
             mark = int(group[i, j])
@@ -138,10 +138,10 @@ def _draw_kernel(card: Card, row: int, ends: list[Step]) -> None:
     """The parameter, with the marks that arrive at it from both sides."""
     shape, y = ends[0].shape, _y(row)
     left = MIDDLE - shape[1] * CELL / 2
-    nothing = Step(shape, np.zeros_like(ends[0].label), "")
-    _draw_label(card, MIDDLE, y, nothing, INK)
+    nothing = Step(shape, np.zeros_like(ends[0].marks), "")
+    _draw_marks(card, MIDDLE, y, nothing, INK)
     for end, (_, color) in zip(ends, QUERY_AND_KEY, strict=True):
-        for j, mark in enumerate(end.label.ravel().tolist()):
+        for j, mark in enumerate(end.marks.ravel().tolist()):
             if mark:
                 fill = color if mark >> HEAD & 1 else FAINT
                 card.mark(left + j * CELL, y, CELL, shape[0] * CELL, fill)
@@ -170,7 +170,7 @@ def _draw_legend(card: Card, y: float) -> None:
             x += CELL
         card.text(x + 6, y, words, anchor="start", color=GRAY)
         x += 22 + 7.5 * len(words)
-    words = "a rectangle: one entry of the label"
+    words = "a rectangle: one entry of the marks"
     card.text(WIDTH - 24, y, words, anchor="end", color=GRAY)
 
 

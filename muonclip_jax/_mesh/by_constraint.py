@@ -18,7 +18,7 @@ from .._axes import keep_sharding, sharded_like
 from .._matrices.pieces import divide
 from .._matrices.stacks import Matrices, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
-from .exchange import Share, share_in_a_row
+from .exchange import share_in_a_row, Slots
 from .on_mesh import iterate_share
 
 
@@ -30,7 +30,7 @@ MANY = 4
 
 
 #: A stack, and which of its matrices each device iterates.
-DividedStack = tuple[Stack, Share]
+DividedStack = tuple[Stack, Slots]
 
 
 def orthogonalize_by_constraint(

@@ -60,7 +60,7 @@ class Cut(NamedTuple):
         return self.replicated + self.sharded
 
 
-class Share(NamedTuple):
+class Slots(NamedTuple):
     """Which slots the matrices of a stack are in, and so which device has them."""
 
     first: int  # slot of the first matrix, where they are in a row
@@ -140,7 +140,7 @@ def local_view(
     return dataclasses.replace(view, shape=tuple(shape))
 
 
-def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
+def to_owners(blocks: jax.Array, cut: Cut, share: Slots) -> jax.Array:
     """This device's blocks `(count, rows, columns)` to its share of whole matrices."""
     x = share.to_slots(blocks)
     if cut.replicated:
@@ -156,7 +156,7 @@ def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
     return x.transpose(_joined(len(sides))).reshape(share.slots, *cut.shape)
 
 
-def to_blocks(matrices: jax.Array, cut: Cut, share: Share) -> jax.Array:
+def to_blocks(matrices: jax.Array, cut: Cut, share: Slots) -> jax.Array:
     """The inverse of `to_owners`, on every device that has blocks of a matrix."""
     sides = _sides(cut)
     order = np.argsort(_joined(len(sides)))
@@ -191,7 +191,7 @@ def _joined(factors: int) -> list[int]:
 
 def share_out(
     stacks: Sequence[tuple[int, float, np.ndarray]], devices: int
-) -> list[Share]:
+) -> list[Slots]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
     A stack has a number of matrices, the cost of each, and numbers of devices `(groups,
@@ -215,7 +215,7 @@ def share_out(
             chosen = int(np.lexsort((order, busy))[0])
             taken[chosen] += 1
             loads[members[:, chosen]] += float(cost)
-        found[i] = Share(0, taken, max(1, int(taken.max(initial=1))))
+        found[i] = Slots(0, taken, max(1, int(taken.max(initial=1))))
     return [found[i] for i in range(len(stacks))]
 
 
@@ -223,7 +223,7 @@ def _most_expensive_first(stacks: Sequence[tuple[Any, ...]]) -> list[int]:
     return sorted(range(len(stacks)), key=lambda i: -stacks[i][1])
 
 
-def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Share]:
+def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slots]:
     """Shares matrices out in a row, for arrays that XLA shards.
 
     To put them in any other order would be a gather, which it does not partition well.
@@ -244,7 +244,7 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sh
     return [found[i] for i in range(len(stacks))]
 
 
-def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Share:
+def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
     # Devices with full slots in a row, of which the busiest counts: all of them are
     # done when it is.
     used = max(1, math.ceil(count / slots))
@@ -253,7 +253,7 @@ def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Share:
     counts = np.zeros(len(loads), np.int32)
     counts[start : start + used] = slots
     counts[start + used - 1] = count - (used - 1) * slots  # the last has what is left
-    return Share(start * slots, counts, slots)
+    return Slots(start * slots, counts, slots)
 
 
 def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:

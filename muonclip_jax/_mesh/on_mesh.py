@@ -25,8 +25,8 @@ from .exchange import (
     cut_of,
     groups_of,
     local_view,
-    Share,
     share_out,
+    Slots,
     to_blocks,
     to_owners,
 )
@@ -43,7 +43,7 @@ class SharedStack(NamedTuple):
 
     stack: Stack
     cut: Cut
-    share: Share
+    share: Slots
 
 
 def orthogonalize_on_mesh(

@@ -81,19 +81,19 @@ class HeadLeaf(NamedTuple):
         # Full size along axes of heads and parts, and along the sizes of `split`, which
         # become one axis again below.
         named = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
-        owners = np.full([n if i in named else 1 for i, n in enumerate(view)], -1)
+        head_ids = np.full([n if i in named else 1 for i, n in enumerate(view)], -1)
         meant = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
         # `head_axes` says in which order heads are counted; the leaf may have another.
-        counts = [owners[meant].shape[i] for i in self.head_axes]
+        counts = [head_ids[meant].shape[i] for i in self.head_axes]
         heads = np.arange(math.prod(counts)).reshape(counts)
         order = sorted(range(len(counts)), key=self.head_axes.__getitem__)
         others = tuple(i for i in range(rank) if i - rank not in self.head_axes)
-        owners[meant] = np.expand_dims(heads.transpose(order), others)
+        head_ids[meant] = np.expand_dims(heads.transpose(order), others)
         if self.split:
-            before, after = owners.shape[: split.start], owners.shape[stop:]
-            owners = owners.reshape(*before, -1, *after)
+            before, after = head_ids.shape[: split.start], head_ids.shape[stop:]
+            head_ids = head_ids.reshape(*before, -1, *after)
         at = tuple(range(stack.start, stack.start + stack.depth))
-        return OwnedLeaf(self.path, at, owners, heads.size, self.axis is None)
+        return OwnedLeaf(self.path, at, head_ids, heads.size, self.axis is None)
 
     @property
     def head_axes(self) -> tuple[int, ...]:

@@ -15,14 +15,14 @@ from .._parameters.paths import Shape
 class OwnedLeaf:
     """A leaf of an attention layer, with the head that owns each of its entries.
 
-    Leaves with equal fields are equal. `owners` is reduced to one entry along each axis
-    on which it does not depend, so equal owners have equal shapes.
+    Leaves with equal fields are equal. `head_ids` has one entry along each axis on
+    which the head does not depend, so equal heads have equal shapes.
 
     **Arguments:**
 
     - `path`: path below the layer, or, with a slash in front, from the params' root.
     - `stack`: the axes of the leaf that are a stack of layers, the outermost first.
-    - `owners`: the head of each entry, -1 where no head scales it. Integers that
+    - `head_ids`: the head of each entry, -1 where no head scales it. Integers that
         broadcast to one layer of the leaf, without the axes of the stack.
     - `heads`: number of heads. Heads that share all their entries count as one: a gain
         that all heads share has 1.
@@ -32,19 +32,19 @@ class OwnedLeaf:
 
     path: str
     stack: tuple[int, ...]
-    owners: np.ndarray
+    head_ids: np.ndarray
     heads: int
     is_of_all: bool = False
 
     def __post_init__(self):
-        # Two rules may give one leaf owners of different shapes, and leaves are keys of
+        # Two rules may give one leaf heads of different shapes, and leaves are keys of
         # layers. The smallest shape is unique, so bytes can be compared.
-        owners = np.asarray(self.owners, np.int32)
-        for axis in range(owners.ndim):
-            first = owners.take([0], axis) if owners.shape[axis] else owners
-            owners = first if (owners == first).all() else owners
-        owners.setflags(write=False)
-        object.__setattr__(self, "owners", owners)
+        head_ids = np.asarray(self.head_ids, np.int32)
+        for axis in range(head_ids.ndim):
+            first = head_ids.take([0], axis) if head_ids.shape[axis] else head_ids
+            head_ids = first if (head_ids == first).all() else head_ids
+        head_ids.setflags(write=False)
+        object.__setattr__(self, "head_ids", head_ids)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnedLeaf) and self._key == other._key
@@ -54,21 +54,21 @@ class OwnedLeaf:
 
     @property
     def _key(self) -> Any:
-        heads, owners = (self.heads, self.is_of_all), self.owners
-        return self.path, self.stack, heads, owners.shape, owners.tobytes()
+        heads, head_ids = (self.heads, self.is_of_all), self.head_ids
+        return self.path, self.stack, heads, head_ids.shape, head_ids.tobytes()
 
     @property
     def mask(self) -> np.ndarray:
         """Returns True for entries that a head owns; broadcasts to the whole leaf."""
-        return np.expand_dims(self.owners >= 0, self.stack)
+        return np.expand_dims(self.head_ids >= 0, self.stack)
 
     def owned(self, shape: Shape) -> "OwnedLeaf | None":
         """Returns itself if the shape fits, else `None`, as `HeadLeaf.owned` does."""
         layer = [n for i, n in enumerate(shape) if i not in self.stack]
         is_deep = len(shape) == len(layer) + len(self.stack)
-        if not is_deep or len(layer) != self.owners.ndim:
+        if not is_deep or len(layer) != self.head_ids.ndim:
             return None
-        pairs = zip(self.owners.shape, layer, strict=True)
+        pairs = zip(self.head_ids.shape, layer, strict=True)
         return self if all(own in (1, n) for own, n in pairs) else None
 
     def is_apart_from(self, other: "OwnedLeaf") -> bool:
@@ -77,9 +77,9 @@ class OwnedLeaf:
 
     def joined_with(self, other: "OwnedLeaf") -> "OwnedLeaf":
         """Returns the union of two descriptions that have the same stack."""
-        owners = np.maximum(*np.broadcast_arrays(self.owners, other.owners))
+        head_ids = np.maximum(*np.broadcast_arrays(self.head_ids, other.head_ids))
         heads = max(self.heads, other.heads)
-        return dataclasses.replace(self, owners=owners, heads=heads)
+        return dataclasses.replace(self, head_ids=head_ids, heads=heads)
 
     def spread(self, of_heads: Any, rest: int = 1) -> Any:
         """Returns the value of each entry's head, from `(*stack, heads)`.
@@ -88,13 +88,13 @@ class OwnedLeaf:
         is a NumPy array if `of_heads` is.
         """
         # Entries without an owner read the first head's value; `where` replaces it.
-        at, xp = np.maximum(self.owners, 0), jnp
+        at, xp = np.maximum(self.head_ids, 0), jnp
         if isinstance(of_heads, np.ndarray):
             found, xp = of_heads[..., at], np
         else:
             # Without the promise XLA clamps the indices or fills, at every update.
             found = of_heads.at[..., at].get(mode="promise_in_bounds")
-        found = xp.where(self.owners < 0, rest, found)
+        found = xp.where(self.head_ids < 0, rest, found)
         return xp.moveaxis(found, range(len(self.stack)), self.stack)
 
     def along(self, axis: int) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class OwnedLeaf:
         """
         # In sorted order each head begins where its number first appears. Prepending
         # -1 (no owner) keeps -1 from counting as a beginning.
-        ordered = np.sort(self.owners, axis)
+        ordered = np.sort(self.head_ids, axis)
         owned = (ordered >= 0).sum(axis)
         own = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
         return int(owned.max(initial=0)), int(own.max(initial=0))
@@ -128,7 +128,7 @@ class OwnedLeaf:
                 continue  # whole, or cut where the head does not depend on it
             # Block i of the leaf must hold the i-th of `counts[at]` equal runs of
             # heads: a row cut by the same entry has that run on the same device.
-            blocks = np.array_split(self.owners, counts[at], axis)
+            blocks = np.array_split(self.head_ids, counts[at], axis)
             runs = np.array_split(np.arange(self.heads), counts[at])
             pairs = zip(blocks, runs, strict=True)
             is_run = all(np.array_equal(np.unique(b[b >= 0]), run) for b, run in pairs)

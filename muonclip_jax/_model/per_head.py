@@ -115,7 +115,7 @@ def _of_heads(
 ) -> Axes:
     """Returns the axes of a leaf, with the outputs of each head as a matrix."""
     (_, leaf), *_ = leaves
-    if all(x.owners.size == 1 for _, x in leaves):
+    if all(x.head_ids.size == 1 for _, x in leaves):
         return given  # all heads share the leaf
     reduction, output = given.reduction_axis, given.output_axis
     axes = [i for i in range(len(shape)) if i not in leaf.stack]
@@ -142,10 +142,10 @@ def _of_heads(
     inputs = tuple(i for i in range(len(shape)) if i not in view.output)
     owner = np.full(alone, -1)
     for is_key, each in leaves:
-        own = np.expand_dims(each.owners, each.stack).max(inputs, keepdims=True)
+        own = np.expand_dims(each.head_ids, each.stack).max(inputs, keepdims=True)
         owner = np.where(own < 0, owner, 2 * own + is_key)
-    owners = np.broadcast_to(owner, alone).ravel().tolist()
-    runs = [(key, len(list(run))) for key, run in itertools.groupby(owners)]
+    head_ids = np.broadcast_to(owner, alone).ravel().tolist()
+    runs = [(key, len(list(run))) for key, run in itertools.groupby(head_ids)]
     found = [key for key, _ in runs if key >= 0]
     if len(set(found)) < len(found):
         if not must:

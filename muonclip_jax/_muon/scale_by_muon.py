@@ -187,7 +187,10 @@ def make_direction(
 
 
 def _scale_of(consistent_rms: ShapeScale) -> tuple[Scale, Any]:
-    """The factor by shape, and a number besides, which may be traced; `None` for 1."""
+    """Returns the scale by shape, and a further factor; `None` stands for 1.
+
+    The factor may be traced.
+    """
     # These two are spectral: they bound what a step does to activations whose entries
     # have a root mean square of 1 (arXiv:2310.17813, condition 1).
     if consistent_rms is None:
@@ -204,7 +207,7 @@ def _scale_of(consistent_rms: ShapeScale) -> tuple[Scale, Any]:
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Distinguishes a scale of one's own from a schedule, which takes the step."""
+    """Whether a function is a scale; a schedule takes one argument, the step."""
     try:
         inspect.signature(function).bind(1, 1)
     except TypeError:

@@ -122,7 +122,7 @@ def resolve_schedule(
     """The steps to run, as Python floats: all that there are, or the first `steps`.
 
     A single triple `(a, b, c)`, and a preset that repeats one, runs any number of
-    times, by default 5 and as often as the preset has it.
+    times: by default 5 times for a triple, and as often as the preset has it.
     """
     schedule = _named_or_given(coeffs)
     if len(set(schedule)) == 1 and (isinstance(coeffs, str) or np.ndim(coeffs) == 1):

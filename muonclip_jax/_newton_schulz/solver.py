@@ -169,7 +169,7 @@ class Polynomials(Solver):
     method: str
     dtype: Any  # a dtype, or None for the platform's
     preconditioning: Preconditioning
-    unstable_in: tuple[str, ...]  # dtypes that the coefficients do not bear
+    unstable_in: tuple[str, ...]  # dtypes in which the coefficients are
 
     commutes_with_transposition = True
 

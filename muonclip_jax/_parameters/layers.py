@@ -101,6 +101,10 @@ class Leaf(NamedTuple):
         return self.is_kernel and self.bias is not None
 
     @property
+    def is_table(self) -> bool:
+        return self.kind == "embedding" and not self.is_layer
+
+    @property
     def is_conv(self) -> bool:
         return self.is_kernel and names.is_convolution(self.path)
 

@@ -125,7 +125,9 @@ RULES = (
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
-    Rule("embedding", lambda x: x.kind == "embedding" and not x.is_layer, "embedding"),
+    # Nothing looks up one row: it is added.
+    Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
+    Rule("embedding", lambda x: x.is_table),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
     Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),

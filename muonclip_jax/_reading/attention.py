@@ -14,32 +14,32 @@ from .._model.owned_leaf import OwnedLeaf
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
-from .heads import bits_of, Heads, heads_of, Refused, shows_all
-from .labels import along, distinct, is_varied, joined, marks, varied
+from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
+from .marks import distinct, is_varied, marks_along, numbered, union_along, varied
 from .numbers import Lead
 from .primitives import moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, sites_of, Unclear
-from .softmaxes import Path, Product, Softmaxes
+from .softmaxes import Product, Route, Softmaxes
 
 
 # The longest dimension of a product's sum that is divided into regions.
 _LONGEST = 1 << 14
 
 
-class Part(NamedTuple):
+class ScaledEntries(NamedTuple):
     """Entries of a parameter in which logits are linear."""
 
     parameter: int
     leaf: OwnedLeaf  # which entries; `layers.py` adds the path
     why: str = ""  # why the layer of an entry is unknown, or empty
 
-    def meets(self, other: "Part") -> bool:
+    def meets(self, other: "ScaledEntries") -> bool:
         """Whether both have an entry of one parameter in common."""
         is_same = self.parameter == other.parameter
         return is_same and not self.leaf.is_apart_from(other.leaf)
 
-    def joined_with(self, other: "Part") -> "Part":
+    def joined_with(self, other: "ScaledEntries") -> "ScaledEntries":
         """Returns the union: several products of the same entries scale them once."""
         if self.leaf.stack != other.leaf.stack:
             return other
@@ -49,8 +49,8 @@ class Part(NamedTuple):
 class Pair(NamedTuple):
     """The parts that scale query and key of a product; a side without any is empty."""
 
-    query: list[Part]
-    key: list[Part]
+    query: list[ScaledEntries]
+    key: list[ScaledEntries]
     whys: list[str]  # for each side, why nothing scales it
 
     def without(self, i: int, why: str) -> "Pair":
@@ -88,7 +88,7 @@ class Layer:
     unclear: str = ""  # why its statistic cannot be recorded
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ScaledEntries]:
         return [part for x in self.pairs for part in (*x.query, *x.key)]
 
     @property
@@ -107,12 +107,12 @@ class _Array(NamedTuple):
 class _Scaled(NamedTuple):
     """Entries that a clip would scale, and the events where they meet activations."""
 
-    parts: list[Part]
+    parts: list[ScaledEntries]
     events: set[int]
 
     def has(self, use: Use) -> bool:
         own = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
-        return any(bool((mask & (use.label != 0)).any()) for mask in own)
+        return any(bool((mask & (use.marks != 0)).any()) for mask in own)
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
@@ -120,7 +120,7 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
     made = [(products, x.exps) for x, products in softmax_of if products]
     facts = softmaxes.facts
-    bits = union(facts.product(p.at) for products, _ in made for p in products)
+    bits = union(facts.product(p.eqn) for products, _ in made for p in products)
     dependence = Dependence(softmaxes.graph, facts, bits)
     readers = [LayerReader(softmaxes, dependence, *x) for x in made]
     for reader in readers:
@@ -128,7 +128,7 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     clipped = union(event for x in readers for side in x.events for event in side)
     found = [reader.read(clipped) for reader in readers]
     # Layers are in the order of their calls, since paths may be numbered by it.
-    return sorted((x for x in found if x), key=lambda x: x.products[0].at)
+    return sorted((x for x in found if x), key=lambda x: x.products[0].address)
 
 
 class LayerReader:
@@ -143,11 +143,11 @@ class LayerReader:
     ):
         self.softmaxes, self.dependence = softmaxes, dependence
         self.products, self.exps = products, exps
-        self.layer = Layer([p.at for p in products])
+        self.layer = Layer([p.eqn for p in products])
         self.refusals: list[str] = []
         # The results so far: the products without biases, also as bits; the parts that
         # scale their sides; and the parameters of their queries.
-        self.found: list[tuple[Product, Heads]] = []
+        self.found: list[tuple[Product, HeadMap]] = []
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
@@ -171,7 +171,7 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # frozen logits are as good as data
-        ways: list[Path] = []
+        ways: list[Route] = []
         try:
             if self.found:
                 of = self.softmaxes, self.found, self.exps, self.bits
@@ -185,7 +185,7 @@ class LayerReader:
         queries = [part for x in self.pairs for part in x.query]
         keys = [part for x in self.pairs for part in x.key]
         scaled = [*map(_Scaled, (queries, keys), self.events)]
-        for i, why in self._again(scaled, self.arrays, ways).items():
+        for i, why in self._second_uses(scaled, self.arrays, ways).items():
             self.pairs = [x.without(i, why) for x in self.pairs]
         # If nothing scales the product, a factor of the logits may.
         is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
@@ -201,9 +201,9 @@ class LayerReader:
                 )
             else:
                 layer.pairs.append(pair)
-        for at in (at for path in ways for at in path.nonlinear):
+        for eqn in (eqn for path in ways for eqn in path.nonlinear):
             self.refusals.append(
-                f"{at.name} at {at.line}, which is not linear, stands between the "
+                f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
         layer.refusal = self.refusals[0] if self.refusals else ""
@@ -212,15 +212,15 @@ class LayerReader:
     def _read_product(self, product: Product) -> None:
         """Notes which parameters scale the sides of a product, along its heads."""
         layer, facts = self.layer, self.softmaxes.facts
-        if product.at.name == "sub":
+        if product.eqn.name == "sub":
             self.refusals.append(
-                f"query and key are subtracted at {product.at.line}, and their "
+                f"query and key are subtracted at {product.eqn.line}, and their "
                 "distance squared"
             )
         order = self._query_first(product)
         if order is None:
             # A product of a parameter with an array that is no query is a bias.
-            if facts.weight_of(product.at) is None:
+            if facts.weight_of(product.eqn) is None:
                 self.refusals.append(
                     self._lost(product)
                     or "its softmax is over no axis that is the key's alone: give "
@@ -236,14 +236,14 @@ class LayerReader:
             self.pairs.append(pair)
             self.queries |= {p.parameter for p in pair.query}
         layer.tokens |= self._tokens(product)
-        leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
+        leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
         layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
         self.found.append((product, heads))
-        self.bits |= facts.product(product.at)
+        self.bits |= facts.product(product.eqn)
 
-    def _again(
-        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
+    def _second_uses(
+        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Route]
     ) -> dict[int, str]:
         """Returns the sides whose scaled entries enter logits again, and where.
 
@@ -253,10 +253,10 @@ class LayerReader:
         facts, found = self.softmaxes.facts, {}
         own = {x.atom for x in arrays}
         others = (x[:2] for way in ways for x in (*way.added, *way.factors))
-        for at, i in others:
-            atom = at.inputs()[i]
+        for eqn, i in others:
+            atom = eqn.inputs()[i]
             if atom not in own and not facts.of(atom).products & self.bits:
-                arrays = [*arrays, _Array(atom, None, at.line)]
+                arrays = [*arrays, _Array(atom, None, eqn.line)]
         # Exclude the layer's input, which scaled entries made in its earlier calls.
         before: dict[int, int] = {}
         for parts, events in scaled:
@@ -274,7 +274,7 @@ class LayerReader:
                     found |= {i: why for i in sides if i not in found}
         return found
 
-    def _temperature(self, path: Path) -> list[Part] | None:
+    def _temperature(self, path: Route) -> list[ScaledEntries] | None:
         """Returns the parts of a temperature, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
@@ -283,22 +283,22 @@ class LayerReader:
         def bits(entries: int) -> int:
             return union(of.get(x, 0) for x in members(entries))
 
-        for at, i, (label, *_) in path.factors:
-            atom = at.inputs()[i]
-            if at.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
-                label = np.asarray(np.frompyfunc(bits, 1, 1)(label), object)
-                label = dict(moves(at, 0))[i](label)
+        for eqn, i, (marks, *_) in path.factors:
+            atom = eqn.inputs()[i]
+            if eqn.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
+                marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
+                marks = dict(moves(eqn, 0))[i](marks)
                 # Trips are layers here, as they are for the sides of a product.
-                loops = [x for x in at.frame.lead if x.is_loop]
+                loops = [x for x in eqn.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
-                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (label, *trips))
+                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (marks, *trips))
                 parts, _, events = self._parts(found, heads, loops)
-                sets = sorted(distinct(label), key=lambda m: (m & -m, m))
+                sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
                 if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
-                    if not self._again([_Scaled(parts, events)], arrays, [path]):
+                    if not self._second_uses([_Scaled(parts, events)], arrays, [path]):
                         # Heads that share a temperature, as in XCiT, are one.
                         for site in self.layer.sites if len(sets) > 1 else ():
                             joint = [site.rows[members(m)].ravel() for m in sets]
@@ -331,12 +331,12 @@ class LayerReader:
 
     def _lost(self, product: Product) -> str:
         """Returns what hides the axes of a product's softmax; empty if nothing does."""
-        bit = self.softmaxes.facts.product(product.at)
+        bit = self.softmaxes.facts.product(product.eqn)
         for atom in (exp.inputs()[-1] for exp in self.exps):
             _, path = self.softmaxes.to_product(atom, atom.each(), bit)
-            for at in path.nonlinear:
+            for eqn in path.nonlinear:
                 return (
-                    f"{at.name} at {at.line} stands between the product and its "
+                    f"{eqn.name} at {eqn.line} stands between the product and its "
                     "softmax, and hides which axis is that of keys"
                 )
         return ""
@@ -344,8 +344,10 @@ class LayerReader:
     def _factors(self, product: Product, i: int) -> Iterator[Factor]:
         """Iterates over an operand's factors, marked along the dimensions summed."""
         atom = product.operand(i)
-        labels = product.over_of(i) or atom.whole
-        return (f for s in self.softmaxes.scaling.of(atom, labels) for f in s.factors)
+        all_marks = product.over_of(i) or atom.whole
+        return (
+            f for s in self.softmaxes.scaling.of(atom, all_marks) for f in s.factors
+        )
 
     def _tokens(self, product: Product) -> set[int]:
         """Returns parameters that are themselves queries or keys, not their weights.
@@ -353,17 +355,17 @@ class LayerReader:
         In a product of token and kernel, the kernel made the dimensions summed over.
         """
         found: set[int] = set()
-        for i, atom in enumerate(product.at.inputs()[:2]):
+        for i, atom in enumerate(product.eqn.inputs()[:2]):
             fact = self.softmaxes.facts.of(atom)
             found |= {
                 f.parameter
                 for f in (self._factors(product, i) if fact.is_weight else ())
                 if not fact.is_pair
-                or (f.is_kernel and not any(map(is_varied, f.labels)))
+                or (f.is_kernel and not any(map(is_varied, f.all_marks)))
             }
         return found
 
-    def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
+    def _by_region(self, product: Product, order: tuple[int, int], heads: HeadMap):
         """Iterates over regions of the sum, with the parts for query and key.
 
         A side has one factor of each of its summands, or no parts if a summand has no
@@ -371,19 +373,19 @@ class LayerReader:
         The key of latent attention joins two parts: one has heads, and the other, which
         a rotary embedding turns, is the same for all of them.
         """
-        leads = product.at.frame.lead
+        leads = product.eqn.frame.lead
         loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
         for region in self._regions(product, order[1]):
             out, whys = [], []
             for i in order:
-                atom, label = product.operand(i), product.side(i, heads.label)
+                atom, marks = product.operand(i), product.side(i, heads.marks)
                 if region is not None:
                     d = product.over[0][i]
                     is_inside = np.isin(np.arange(atom.shape[d]), region)
                     bits = np.where(is_inside, -1, 0).astype(object)  # -1: all bits
-                    label = label & atom.along(d, bits)
-                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
+                    marks = marks & atom.marked(d, bits)
+                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
                 parts, why, events = self._parts(found, heads, loops)
                 role = order.index(i)
                 self.arrays.append(_Array(atom, role))
@@ -402,25 +404,25 @@ class LayerReader:
         n = atom.shape[pair[i]]
         if n == 1 or n > _LONGEST:
             return [None]
-        label = marks(atom.rank, atom.lead + pair[i], n, exact=True)
-        found = self.softmaxes.scaling.of(atom, (label,), shows_all)
+        marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
+        found = self.softmaxes.scaling.of(atom, (marks,), shows_all)
         first = [f for s in found for f in (s.linear or s.factors)[:1]]
-        rows = [bits_of(union(f.labels[0].ravel().tolist()), n) for f in first]
+        rows = [bits_of(union(f.all_marks[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}
         for j, column in enumerate(np.stack(rows).T if rows else ()):
             regions.setdefault(column.tobytes(), []).append(j)
         return list(regions.values()) if len(regions) > 1 else [None]
 
     def _parts(
-        self, found: Sum, heads: Heads, loops: list[Lead]
-    ) -> tuple[list[Part] | None, str, set[int]]:
-        parts: dict[int, Part] = {}
+        self, found: Sum, heads: HeadMap, loops: list[Lead]
+    ) -> tuple[list[ScaledEntries] | None, str, set[int]]:
+        parts: dict[int, ScaledEntries] = {}
         events: set[int] = set()
         for s in found:
-            made = [f for f in s.linear if f.labels[0].any()] or s.factors
+            made = [f for f in s.linear if f.all_marks[0].any()] or s.factors
             self.layer.makers |= {f.parameter for f in made}
         for s in found:
-            if any(not f.labels[0].any() for f in s.factors):
+            if any(not f.all_marks[0].any() for f in s.factors):
                 continue  # the summand is in another region
             linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
@@ -441,20 +443,20 @@ class LayerReader:
             parts[best.parameter] = best
         return list(parts.values()), "", events
 
-    def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
-        label, why = factor.labels[0], PICKED if factor.is_picked else ""
+    def _part(self, factor: Factor, heads: HeadMap, loops: list[Lead]) -> ScaledEntries:
+        marks, why = factor.all_marks[0], PICKED if factor.is_picked else ""
         stack: list[int] = []
-        for loop, trips in zip(loops, factor.labels[1:], strict=True):
+        for loop, trips in zip(loops, factor.all_marks[1:], strict=True):
             own = varied(trips)
             for axis in own:
-                line = along(trips, axis)
+                line = marks_along(trips, axis)
                 if axis in stack or len(distinct(line)) < len(line):
                     why = why or PARTIAL
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()
-        label = joined(label, stack).squeeze(tuple(stack))
-        leaf = OwnedLeaf("", tuple(stack), *heads.owners(label))
-        return Part(factor.parameter, leaf, why)
+        marks = union_along(marks, stack).squeeze(tuple(stack))
+        leaf = OwnedLeaf("", tuple(stack), *heads.head_ids(marks))
+        return ScaledEntries(factor.parameter, leaf, why)
 
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
@@ -465,7 +467,7 @@ def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
     """Whether some entry belongs to different heads in both."""
     if a.stack != b.stack or a.heads != b.heads:
         return False
-    one, other = np.broadcast_arrays(a.owners, b.owners)
+    one, other = np.broadcast_arrays(a.head_ids, b.head_ids)
     return bool(((one != other) & (one >= 0) & (other >= 0)).any())
 
 

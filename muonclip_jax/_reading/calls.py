@@ -101,6 +101,8 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
 
 def _named_as(fun: Any, stand_in: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the stand-in for a function, whose name and line JAX's errors give."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
     return functools.update_wrapper(stand_in, fun, assigned=(), updated=())
 
 

@@ -2,7 +2,7 @@
 
 A clip scales entries in which the logits are linear. It works only if the logits do not
 depend on the same entries in a second way, such as through a gate. Facts hold for whole
-parameters, but query and key may share a fused kernel, so labels go back to entries.
+parameters, but query and key may share a fused kernel, so marks go back to entries.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .facts import Fact, Facts, members
-from .graph import Atom, Eqn, Graph, Labels, Origin
-from .labels import Label
+from .graph import AllMarks, Atom, Eqn, Graph, Origin
+from .marks import Marks
 from .primitives import moves
 
 
@@ -21,7 +21,7 @@ class Use(NamedTuple):
     """Entries of a parameter that an array depends on."""
 
     parameter: int
-    label: Label  # of the parameter
+    marks: Marks  # of the parameter
     event: int  # where they meet an activation; 0 if they meet none
     line: str  # where this route meets others, or a primitive without a rule; else ""
 
@@ -37,52 +37,52 @@ class Dependence:
     def uses(self, atom: Atom, events: int, parameters: int) -> Iterator[Use]:
         """Yields an array's uses of parameters that meet activations at some events."""
         graph, facts = self._graph, self._facts
-        met: list[tuple[Atom, Labels, int, str]] = []
+        met: list[tuple[Atom, AllMarks, int, str]] = []
         lost: list[tuple[Eqn, str]] = []
 
         def ahead(origin: Origin, line: str) -> list[tuple[int, str]]:
-            if (at := origin.at) is None:
+            if (eqn := origin.eqn) is None:
                 return []
-            inputs, back = at.inputs(), dict(moves(at, origin.k))
+            inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
             if not back and jnp.issubdtype(
-                at.output(origin.k).var.aval.dtype, jnp.inexact
+                eqn.output(origin.k).var.aval.dtype, jnp.inexact
             ):
-                lost.append((at, line or at.line))
+                lost.append((eqn, line or eqn.line))
             weights, after = [], []
-            for i, fact in enumerate(facts.inputs(at)):
-                if i not in back or self._is_of_attention(at, fact):
+            for i, fact in enumerate(facts.inputs(eqn)):
+                if i not in back or self._is_of_attention(eqn, fact):
                     continue
                 if fact.is_weight and fact.leaves & parameters:
                     weights.append(i)
                 elif not fact.is_weight and fact.events & events:
                     after.append(i)
             if len(weights) + len(after) > 1 or not after:
-                line = line or at.line
+                line = line or eqn.line
             for i in weights:
-                own = tuple(map(back[i], origin.labels))
-                met.append((inputs[i], own, facts.event(at), line))
+                own = tuple(map(back[i], origin.all_marks))
+                met.append((inputs[i], own, facts.event(eqn), line))
             return [(i, line) for i in after]
 
         if facts.of(atom).is_weight:
             met.append((atom, atom.whole, 0, ""))
         else:
             graph.back(atom, atom.whole, ahead, "")
-        for weight, labels, event, line in met:
+        for weight, all_marks, event, line in met:
             if event & events or not event:
-                for parameter, label in self._entries(weight, labels):
-                    yield Use(parameter, label, event, line)
-        for at, line in lost:  # it has no rule, so it may depend on any entry
-            own = facts.of(at.output()).events & events
+                for parameter, marks in self._entries(weight, all_marks):
+                    yield Use(parameter, marks, event, line)
+        for eqn, line in lost:  # it has no rule, so it may depend on any entry
+            own = facts.of(eqn.output()).events & events
             for parameter in members(parameters):
                 if event := own & facts.meetings(parameter):
                     yield Use(parameter, np.ones((), int), event, line)
 
-    def _entries(self, weight: Atom, labels: Labels) -> list[tuple[int, Label]]:
-        origins = self._graph.walk(weight, labels)
-        found = ((x.parameter, x.labels[0]) for x in origins)
-        return [(number, label) for number, label in found if number is not None]
+    def _entries(self, weight: Atom, all_marks: AllMarks) -> list[tuple[int, Marks]]:
+        origins = self._graph.walk(weight, all_marks)
+        found = ((x.parameter, x.all_marks[0]) for x in origins)
+        return [(number, marks) for number, marks in found if number is not None]
 
-    def _is_of_attention(self, at: Eqn, fact: Fact) -> bool:
+    def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
         seen = fact.weights | fact.mixed | fact.sums | fact.shares
-        seen |= fact.products if at.name == "reduce_max" else 0
+        seen |= fact.products if eqn.name == "reduce_max" else 0
         return bool(seen & self._attention)

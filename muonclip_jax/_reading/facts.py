@@ -1,6 +1,6 @@
 """Facts about what each variable is made of, found in one forward pass.
 
-A fact has a few bits. It says where to look; labels then go back from there.
+A fact has a few bits. It says where to look; marks then go back from there.
 """
 
 import functools
@@ -46,9 +46,10 @@ class Fact(NamedTuple):
     # bits after a product of two activations.
     kernels: int = 0
     # Products of two values that depend on parameters, of which this is a function
-    # entry by entry. `weights` are those whose exponential it has, `sums` the sum of
-    # that, `shares` the exponential divided by that sum, and `mixed` such weights after
-    # a product with a parameter. `pairs` are products over which no sum was taken yet.
+    # entry by entry. `weights` are the products whose exponentials are in it, `sums`
+    # those whose exponentials were summed, `shares` those whose exponentials were
+    # divided by their sum, and `mixed` those whose exponentials were multiplied with a
+    # parameter. `pairs` are products over which no sum was taken yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -73,7 +74,7 @@ class Fact(NamedTuple):
 
     @property
     def alone(self) -> int:
-        """The same; 0 if these weigh other products, as a state's decays do."""
+        """Like `unshared`, but 0 if products without an exponential are in it, too."""
         return 0 if self.products & ~self.weights else self.unshared
 
     @property
@@ -123,9 +124,9 @@ class Facts(Forward[Fact]):
         ]
         self.outputs = self.run(graph.top, inputs)
 
-    def event(self, at: Eqn) -> int:
+    def event(self, eqn: Eqn) -> int:
         """Returns the bit of an event; 0 for other equations."""
-        return self._events.get(at, 0)
+        return self._events.get(eqn, 0)
 
     def meetings(self, parameter: int) -> int:
         """Returns the events in which a parameter, in a weight, meets activations."""
@@ -134,9 +135,9 @@ class Facts(Forward[Fact]):
     @functools.cached_property
     def _meetings(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        for at, event in self._events.items():
+        for eqn, event in self._events.items():
             for parameter in members(
-                union(x.leaves for x in self.inputs(at) if x.is_weight)
+                union(x.leaves for x in self.inputs(eqn) if x.is_weight)
             ):
                 found[parameter] = found.get(parameter, 0) | event
         return found
@@ -147,11 +148,11 @@ class Facts(Forward[Fact]):
 
     @functools.cached_property
     def _at(self) -> dict[int, Eqn]:
-        return {event: at for at, event in self._events.items()}
+        return {event: eqn for eqn, event in self._events.items()}
 
-    def product(self, at: Eqn) -> int:
+    def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
-        return self._bits.get(at, 0)
+        return self._bits.get(eqn, 0)
 
     def before(self, events: int) -> int:
         """Returns the events that the given events depend on, without themselves."""
@@ -165,31 +166,31 @@ class Facts(Forward[Fact]):
         """Clears the events of earlier trips: each trip has parameters of its own."""
         return value._replace(events=0)
 
-    def result(self, at: Eqn, atom: Atom, value: Fact) -> Fact:
-        return value._replace(**_NO_LOGITS) if is_choice(at, atom) else value
+    def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
+        return value._replace(**_NO_LOGITS) if is_choice(eqn, atom) else value
 
-    def called(self, at: Eqn) -> list[Fact]:
-        outs = super().called(at)
-        if at.name == "cond":
+    def called(self, eqn: Eqn) -> list[Fact]:
+        outs = super().called(eqn)
+        if eqn.name == "cond":
             # The index of the branch affects the result, too, as a router of experts.
-            past = self.inputs(at)[0].past
+            past = self.inputs(eqn)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
         return outs
 
-    def more(self, at: Eqn) -> Fact:
-        return self._mixed(at, self.inputs(at))
+    def more(self, eqn: Eqn) -> Fact:
+        return self._mixed(eqn, self.inputs(eqn))
 
     # Equations.
 
-    def primitive(self, at: Eqn) -> Fact:
-        inputs, name = self.inputs(at), at.name
+    def primitive(self, eqn: Eqn) -> Fact:
+        inputs, name = self.inputs(eqn), eqn.name
         if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
-            return self._picked(at, inputs)
-        out = self._mixed(at, inputs)
-        if at.is_product:
-            return self._product(at, inputs, out)
+            return self._picked(eqn, inputs)
+        out = self._mixed(eqn, inputs)
+        if eqn.is_product:
+            return self._product(eqn, inputs, out)
         if name not in KNOWN and out.is_weight:
-            return self._met(at, out)._replace(is_deep=True)
+            return self._met(eqn, out)._replace(is_deep=True)
         if name in RANDOM:
             return Fact(has_data=out.has_data)
         if name in _SAME and inputs:
@@ -197,42 +198,42 @@ class Facts(Forward[Fact]):
         if name in _ONLY_FIRST:
             of = inputs[0]
             out = out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
-        if _is_onehot(at, inputs):
+        if _is_onehot(eqn, inputs):
             out = out._replace(is_onehot=True)
         rule = _RULES.get(name)
-        return rule(self, at, inputs, out) if rule else out
+        return rule(self, eqn, inputs, out) if rule else out
 
-    def weight_of(self, at: Eqn) -> int | None:
+    def weight_of(self, eqn: Eqn) -> int | None:
         """Returns which operand is the weight for the other; `None` for neither."""
-        a, b, *_ = self.inputs(at)
+        a, b, *_ = self.inputs(eqn)
         if a.is_weight and b.is_weight:
             tokens = [a.is_token, b.is_token]
             return 1 - tokens.index(True) if sum(tokens) == 1 else None
         return 0 if a.is_weight else 1 if b.is_weight else None
 
-    def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    def _product(self, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """Returns the fact of a product, with a weight or of two activations."""
         a, b = inputs[:2]
         # A product with logits or softmax weights makes a new value that is neither.
         out = out._replace(**_NO_LOGITS)
         if not out.leaves:
             return out
-        out = out._replace(products=self.new_product(at))
+        out = out._replace(products=self.new_product(eqn))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
             return out._replace(is_spread=False, is_shifted=False, is_pair=True)
-        i = self.weight_of(at)
-        out = self._met(at, out)
+        i = self.weight_of(eqn)
+        out = self._met(eqn, out)
         out = out._replace(is_deep=True, is_pair=False, is_spread=False)
         if not (a.leaves and b.leaves):
             # A matrix that is no parameter, such as ones, sums or mixes exponentials.
-            weights, other = a.weights | b.weights, at.to[1 if a.leaves else 0]
-            sums = a.unshared | b.unshared if at.contracted else 0
-            is_matrix = any(d not in at.shared for d in other if d is not None)
+            weights, other = a.weights | b.weights, eqn.to[1 if a.leaves else 0]
+            sums = a.unshared | b.unshared if eqn.contracted else 0
+            is_matrix = any(d not in eqn.shared for d in other if d is not None)
             mixed = weights if is_matrix else 0
             out = out._replace(sums=sums and sums | out.products, mixed=mixed)
         if i is None:
             # An activation that is multiplied with another one is no output yet.
-            is_sum = a.is_deep and b.is_deep and at.contracted
+            is_sum = a.is_deep and b.is_deep and eqn.contracted
             # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
@@ -241,82 +242,84 @@ class Facts(Forward[Fact]):
         out = out._replace(mixed=other.weights)
         if other.is_onehot:  # a lookup, which does not count as a layer
             return out._replace(ends=0, kernels=0)
-        return out._replace(ends=self.event(at), kernels=weight.leaves)
+        return out._replace(ends=self.event(eqn), kernels=weight.leaves)
 
-    def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
+    def _picked(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
         of, past = inputs[0], union(x.past for x in inputs)
-        if at.name == "dynamic_slice" or not _is_row(at):
+        if eqn.name == "dynamic_slice" or not _is_row(eqn):
             return of._replace(past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
-        return self._met(at, of)._replace(is_deep=True, is_spread=False)
+        return self._met(eqn, of)._replace(is_deep=True, is_spread=False)
 
-    def _is_shift(self, at: Eqn, inputs: list[Fact]) -> bool:
+    def _is_shift(self, eqn: Eqn, inputs: list[Fact]) -> bool:
         """Whether data is added to a weight, or multiplied with each of its entries.
 
         A kernel may be scaled or masked by data, too. A shifted weight therefore counts
         as an activation only where it meets another kernel in a product.
         """
-        data = [x for x, f in zip(at.inputs(), inputs, strict=True) if f == DATA]
-        is_sum = at.name in ("add", "sub")
+        data = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f == DATA]
+        is_sum = eqn.name in ("add", "sub")
         return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
-    def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
+    def _is_of_norms(self, eqn: Eqn, inputs: list[Fact]) -> bool:
         """Whether the operands that are no weights repeat over many entries."""
-        deep = [x for x, f in zip(at.inputs(), inputs, strict=True) if f.is_deep]
+        deep = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 
-    def _met(self, at: Eqn, out: Fact) -> Fact:
+    def _met(self, eqn: Eqn, out: Fact) -> Fact:
         """Returns the fact `out` of an equation after registering it as an event."""
-        bit = self._events.setdefault(at, 1 << len(self._events))
+        bit = self._events.setdefault(eqn, 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
         return out._replace(events=out.events | bit, past=out.past | bit)
 
-    def new_product(self, at: Eqn) -> int:
+    def new_product(self, eqn: Eqn) -> int:
         """Returns a bit for an equation that is, or may become, a product."""
-        bit = self._bits.setdefault(at, 1 << len(self._bits))
-        self.products[bit] = at
+        bit = self._bits.setdefault(eqn, 1 << len(self._bits))
+        self.products[bit] = eqn
         return bit
 
-    def _mixed(self, at: Eqn, inputs: list[Fact]) -> Fact:
+    def _mixed(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of several values that are combined entry by entry."""
         out = _union(inputs)
         if not out.leaves:
             return out
         if out.is_weight:
-            return out._replace(is_shifted=out.is_shifted or self._is_shift(at, inputs))
+            return out._replace(
+                is_shifted=out.is_shifted or self._is_shift(eqn, inputs)
+            )
         weights = union(x.leaves for x in inputs if x.is_weight)
         deep = [x for x in inputs if x.is_deep]
         if (
             weights
             and not union(x.leaves for x in deep) & ~weights
-            and at.name in ("mul", "div")
-            and self._is_of_norms(at, inputs)
+            and eqn.name in ("mul", "div")
+            and self._is_of_norms(eqn, inputs)
         ):
             # A weight divided by its norm, computed with a vector from the arguments:
             # products in the norm are no uses of it. An activation that is scaled by
             # numbers computed from its weight, as for eight bits, is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_deep=False, has_data=True, events=0, ends=0)
-        return self._met(at, out) if weights else out
+        return self._met(eqn, out) if weights else out
 
 
-def _is_row(at: Eqn) -> bool:
+def _is_row(eqn: Eqn) -> bool:
     """Whether indices pick rows of a table, not a slice or matrices, as experts are."""
-    params, shape = at.eqn.params, at.inputs()[0].shape
+    params, shape = eqn.jaxpr_eqn.params, eqn.inputs()[0].shape
     sizes = zip(params["slice_sizes"], shape, strict=True)
-    is_slice = len(params["dimension_numbers"].offset_dims) == len(at.output().shape)
+    is_slice = len(params["dimension_numbers"].offset_dims) == len(eqn.output().shape)
     return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
 
 
-def is_choice(at: Eqn, atom: Atom) -> bool:
+def is_choice(eqn: Eqn, atom: Atom) -> bool:
     """Whether a value is a mask or an index, which decides what is taken.
 
     Other integers may be logits, as 8-bit products are.
     """
     dtype = atom.var.aval.dtype
-    is_index = at.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
+    is_index = eqn.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
     return dtype == jnp.bool_ or is_index
 
 
@@ -333,34 +336,34 @@ def _union(facts: Sequence[Fact]) -> Fact:
 # Primitives whose result has other facts than `_mixed` returns.
 
 
-def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    (a, b), (x, y) = inputs, at.inputs()
+def _times(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    (a, b), (x, y) = inputs, eqn.inputs()
     if a.is_deep and b.is_deep and x.var is not y.var:
         # After a sum it is a product of query and key, written out.
-        out = out._replace(pairs=out.pairs | facts.new_product(at))
+        out = out._replace(pairs=out.pairs | facts.new_product(eqn))
     # A partial sum is rescaled before the next part is added.
     shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
     shares |= out.shares
     return out._replace(shares=shares)
 
 
-def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """Returns the fact of a sum; a residual sum resets `ends`.
 
     In a residual sum one summand depends on the other; later layers write the output.
     """
-    if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
+    if eqn.name == "add" and out.is_deep and _is_straight_through(facts, eqn):
         out = out._replace(is_onehot=True)
     deep = [x for x in inputs if x.is_deep]
-    shape = at.output().shape
+    shape = eqn.output().shape
     if len(deep) != 2 or math.prod(shape) == 1:
         return out  # one number is a sum of losses, not of layers
-    if at.name == "sub" and all(x.shape != shape for x in at.inputs()):
+    if eqn.name == "sub" and all(x.shape != shape for x in eqn.inputs()):
         # Differences of all pairs: the sum of their squares contains a product.
-        out = out._replace(pairs=out.pairs | facts.new_product(at))
+        out = out._replace(pairs=out.pairs | facts.new_product(eqn))
     # A sum of exponentials, computed piece by piece or trip by trip.
     one, other = (x.alone for x in deep)
-    if at.name in ("add", "add_any") and one and other:
+    if eqn.name in ("add", "add_any") and one and other:
         out = out._replace(sums=out.sums | one | other)
     a, b = (x.ends for x in deep)
     # If no layer wrote a summand, all events before it count as its writers.
@@ -368,7 +371,7 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     is_before = facts.before(b) & (a or deep[0].past)
     if a == b or not (is_after or is_before):
         return out
-    first = at.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
+    first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
     own = (b, a)[bool(is_after)]
     # The norm in a distance is one number for all outputs, possibly after a parameter
     # was added to it. Then no layer made the earlier summand.
@@ -381,7 +384,7 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(ends=own if all(is_one) else 0)
 
 
-def _is_straight_through(facts: Facts, at: Eqn) -> bool:
+def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
     """Whether a sum is `x + (rows - x)`: one-hot rows with the gradient of `x`."""
 
     def makers(atom: Atom) -> list[Eqn]:
@@ -390,7 +393,7 @@ def _is_straight_through(facts: Facts, at: Eqn) -> bool:
         is_stopped = [x.name for x in made] == ["stop_gradient"]
         return makers(made[0].inputs()[0]) if is_stopped else made
 
-    for x, y in (at.inputs(), at.inputs()[::-1]):
+    for x, y in (eqn.inputs(), eqn.inputs()[::-1]):
         for of in makers(y):
             rows, *less = of.inputs() if of.name == "sub" else [y]
             if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
@@ -398,43 +401,43 @@ def _is_straight_through(facts: Facts, at: Eqn) -> bool:
     return False
 
 
-def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _exponential(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(weights=out.weights | inputs[-1].products)
 
 
-def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _reduce_sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
-    return _running_sum(facts, at, inputs, out)
+    return _running_sum(facts, eqn, inputs, out)
 
 
-def _running_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _running_sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     sums = out.sums | out.unshared
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
 
-def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _segments(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """Adds the sum of a softmax over the edges of a graph."""
     return out._replace(sums=out.sums | inputs[-1].unshared)
 
 
-def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+def _quotient(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     a, b = inputs
     return out._replace(shares=a.shares | a.weights & b.sums)
 
 
-def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    old, new = (math.prod(x.shape) for x in (at.inputs()[0], at.output()))
+def _broadcast(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    old, new = (math.prod(x.shape) for x in (eqn.inputs()[0], eqn.output()))
     return out._replace(is_spread=out.is_spread or (out.is_weight and old < new))
 
 
-def _is_onehot(at: Eqn, inputs: list[Fact]) -> bool:
+def _is_onehot(eqn: Eqn, inputs: list[Fact]) -> bool:
     """Whether rows have a single entry that is not 0: `index == arange(n)`."""
-    name, rows = at.name, [x.is_onehot for x in inputs]
+    name, rows = eqn.name, [x.is_onehot for x in inputs]
     if name == "eq":
         return any(x.is_counter for x in inputs)
     if name == "select_n":
-        pairs = zip(rows, at.inputs(), strict=True)
+        pairs = zip(rows, eqn.inputs(), strict=True)
         cases = [is_one for is_one, atom in [*pairs][1:] if atom.number != 0]
         return rows[0] or (bool(cases) and all(cases))
     is_mask = name in ("and", "mul") and any(rows)
@@ -442,7 +445,7 @@ def _is_onehot(at: Eqn, inputs: list[Fact]) -> bool:
 
 
 def _clear(*fields: str) -> Any:
-    return lambda facts, at, inputs, out: out._replace(**dict.fromkeys(fields, 0))
+    return lambda facts, eqn, inputs, out: out._replace(**dict.fromkeys(fields, 0))
 
 
 # These change no facts, and these have the logits of their first operand alone: an
@@ -463,6 +466,6 @@ _RULES: dict[str, Any] = {
     "div": _quotient,
     **dict.fromkeys(["scatter-add", "scatter_add"], _segments),
     **dict.fromkeys(["broadcast_in_dim", "tile"], _broadcast),
-    "stop_gradient": lambda facts, at, inputs, out: inputs[0]._replace(trained=0),
-    "iota": lambda facts, at, inputs, out: Fact(is_counter=True),
+    "stop_gradient": lambda facts, eqn, inputs, out: inputs[0]._replace(trained=0),
+    "iota": lambda facts, eqn, inputs, out: Fact(is_counter=True),
 }

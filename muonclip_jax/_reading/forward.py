@@ -18,14 +18,14 @@ class Forward(abc.ABC, Generic[Value]):
         self._of: dict[Atom, Value] = {}
 
     @abc.abstractmethod
-    def primitive(self, at: Eqn) -> Value:
+    def primitive(self, eqn: Eqn) -> Value:
         """Returns the value of an equation's results."""
 
     @abc.abstractmethod
     def either(self, values: Sequence[Value]) -> Value:
         """Returns the value of a variable that may have any of these values."""
 
-    def result(self, at: Eqn, atom: Atom, value: Value) -> Value:
+    def result(self, eqn: Eqn, atom: Atom, value: Value) -> Value:
         """Returns the value of one result, from that of its equation."""
         return value
 
@@ -33,32 +33,34 @@ class Forward(abc.ABC, Generic[Value]):
         """Returns the value of a loop's carry at the beginning of a trip."""
         return value
 
-    def more(self, at: Eqn) -> Value:
+    def more(self, eqn: Eqn) -> Value:
         """Returns the value of a kernel's outputs that its plain function lacks."""
-        return self.either(self.inputs(at))
+        return self.either(self.inputs(eqn))
 
     def of(self, atom: Atom) -> Value:
         return self._of.get(atom, self._nothing)
 
-    def inputs(self, at: Eqn) -> list[Value]:
+    def inputs(self, eqn: Eqn) -> list[Value]:
         """Returns the values of an equation's operands."""
-        return [self._of.get(atom, self._nothing) for atom in at.inputs()]
+        return [self._of.get(atom, self._nothing) for atom in eqn.inputs()]
 
     def run(self, frame: Frame, inputs: Sequence[Value]) -> list[Value]:
         self._of |= zip(frame.inputs, inputs, strict=True)
-        for at in frame.live:
-            atoms = at.outputs()
-            inside = self.called(at) if at.inside else [self.primitive(at)] * len(atoms)
+        for eqn in frame.live:
+            atoms = eqn.outputs()
+            inside = (
+                self.called(eqn) if eqn.inside else [self.primitive(eqn)] * len(atoms)
+            )
             for atom, value in zip(atoms, inside, strict=True):
-                self._of[atom] = self.result(at, atom, value)
+                self._of[atom] = self.result(eqn, atom, value)
         return [self.of(atom) for atom in frame.outputs]
 
-    def called(self, at: Eqn) -> list[Value]:
+    def called(self, eqn: Eqn) -> list[Value]:
         """Returns the values of the results of an equation with inner jaxprs."""
-        runs: Any = [self._inside(inner) for inner in at.inside]
+        runs: Any = [self._inside(inner) for inner in eqn.inside]
         outs = [self.either(values) for values in zip(*runs, strict=True)]
-        n = len(at.eqn.outvars)
-        return [*outs[:n], *[self.more(at)] * (n - len(outs))]
+        n = len(eqn.jaxpr_eqn.outvars)
+        return [*outs[:n], *[self.more(eqn)] * (n - len(outs))]
 
     def _inside(self, inner: Frame) -> list[Value]:
         """Returns the values of a frame's results, for a loop after all trips.

@@ -2,8 +2,8 @@
 
 Every run of a jaxpr is a `Frame`: a function that is called twice has two, and the body
 of a loop has one for all its trips. `Graph.origins` returns a variable's inputs, across
-function calls: an equation, a parameter or a constant. A label's first dimensions are
-the loops and the axes of a mesh around the frame.
+function calls: an equation, a parameter or a constant. The first dimensions of an
+array's marks are the loops and the axes of a mesh around the frame.
 """
 
 import functools
@@ -16,23 +16,23 @@ from jax.extend.core import Literal
 
 from . import jaxprs, kernels
 from .jaxprs import Address, shape_of
-from .labels import (
+from .marks import (
     full,
     is_empty,
     is_varied,
-    joined,
     key_of,
-    Label,
-    marks,
+    Marks,
+    numbered,
     small,
+    union_along,
     varied,
 )
 from .numbers import Lead, Number, number_of
 from .primitives import Moves, moves, PRODUCTS, shared, sides
 
 
-#: Labels of one array, which go back together.
-Labels = tuple[Label, ...]
+#: Marks of one array, which go back together.
+AllMarks = tuple[Marks, ...]
 
 
 class Atom:
@@ -42,28 +42,28 @@ class Atom:
         self.frame, self.var = frame, var
         self.shape = shape_of(var)
         self.lead = len(frame.lead)
-        self.rank = self.lead + len(self.shape)  # the dimensions of its labels
+        self.rank = self.lead + len(self.shape)  # the dimensions of its marks
 
     @property
     def number(self) -> Number:
         """The value of all its entries, if it is known."""
         return number_of(self)
 
-    def marks(self, axes: Iterable[int]) -> Labels:
-        """Returns one label for each given dimension, with marks along it."""
-        return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
+    def numbered(self, axes: Iterable[int]) -> AllMarks:
+        """Returns marks for each given dimension, with a different one along it."""
+        return tuple(numbered(self.rank, self.lead + d, self.shape[d]) for d in axes)
 
-    def along(self, d: int, line: np.ndarray) -> Label:
-        """Returns a label with the given marks along one dimension."""
+    def marked(self, d: int, line: np.ndarray) -> Marks:
+        """Returns marks with the given marks along one dimension."""
         return line.reshape([-1 if a == self.lead + d else 1 for a in range(self.rank)])
 
     @property
-    def whole(self) -> Labels:
-        """A label with the same mark for all entries."""
+    def whole(self) -> AllMarks:
+        """The same mark for all entries."""
         return (np.ones([1] * self.rank, np.int64),)
 
-    def each(self) -> Labels:
-        return self.marks(range(len(self.shape)))
+    def each(self) -> AllMarks:
+        return self.numbered(range(len(self.shape)))
 
     @property
     def is_zero(self) -> bool:
@@ -82,10 +82,10 @@ class Eqn:
     """An equation in its frame; each has one object."""
 
     def __init__(self, frame: "Frame", i: int):
-        self.frame, self.i, self.eqn = frame, i, frame.jaxpr.eqns[i]
-        self.name: str = self.eqn.primitive.name
-        self._inputs = [frame.atom(x) for x in self.eqn.invars]
-        self._outputs = [frame.atom(x) for x in self.eqn.outvars]
+        self.frame, self.i, self.jaxpr_eqn = frame, i, frame.jaxpr.eqns[i]
+        self.name: str = self.jaxpr_eqn.primitive.name
+        self._inputs = [frame.atom(x) for x in self.jaxpr_eqn.invars]
+        self._outputs = [frame.atom(x) for x in self.jaxpr_eqn.outvars]
         self.known_moves: dict[int, Moves] = {}  # see `moves`
         # The frames of its jaxprs: one for each branch, or one for a call or loop.
         self.inside = list(_frames_in(self))
@@ -100,8 +100,8 @@ class Eqn:
         return self._outputs[k]
 
     @property
-    def at(self) -> Address:
-        return (*self.frame.at, self.i)
+    def address(self) -> Address:
+        return (*self.frame.address, self.i)
 
     @property
     def eqns(self) -> jaxprs.Eqns:
@@ -112,7 +112,7 @@ class Eqn:
         """
         caller = self.frame.caller
         outer = caller.eqns if caller else ()
-        return outer if self.frame.is_rule else (*outer, self.eqn)
+        return outer if self.frame.is_rule else (*outer, self.jaxpr_eqn)
 
     @functools.cached_property
     def line(self) -> str:
@@ -121,7 +121,7 @@ class Eqn:
     @functools.cached_property
     def to(self) -> list[list[int | None]]:
         """The dimension of the product that each dimension of an operand becomes."""
-        return sides(self.eqn)
+        return sides(self.jaxpr_eqn)
 
     @functools.cached_property
     def shared(self) -> set[int]:
@@ -144,7 +144,7 @@ class Eqn:
         """The pairs of dimensions of both operands that a product sums over."""
         if self.name != "dot_general":
             return []
-        (a, b), _ = self.eqn.params["dimension_numbers"]
+        (a, b), _ = self.jaxpr_eqn.params["dimension_numbers"]
         return list(zip(a, b, strict=True))
 
 
@@ -162,7 +162,7 @@ class Frame:
     ):
         self.jaxpr, self.caller, self.kind = body.jaxpr, caller, kind
         self.outer, self.lead = list(outer), tuple(lead)
-        self.at: Address = (*caller.at, branch) if caller else (branch,)
+        self.address: Address = (*caller.address, branch) if caller else (branch,)
         # Whether it runs the example of a kernel, or is inside one.
         self.is_rule = kind == "kernel" or bool(caller and caller.frame.is_rule)
         how = [x.how for x in self.outer]
@@ -175,7 +175,9 @@ class Frame:
         self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
         self.made = {
-            var: (at, k) for at in self.live for k, var in enumerate(at.eqn.outvars)
+            var: (eqn, k)
+            for eqn in self.live
+            for k, var in enumerate(eqn.jaxpr_eqn.outvars)
         }
         self.outputs = [self.atom(var) for var in self.jaxpr.outvars]
 
@@ -187,36 +189,36 @@ class Frame:
 
     def equations(self) -> Iterator[Eqn]:
         """Iterates over all live equations; inner frames follow their caller."""
-        for at in self.live:
-            yield at
-            for frame in at.inside:
+        for eqn in self.live:
+            yield eqn
+            for frame in eqn.inside:
                 yield from frame.equations()
 
 
-def _frames_in(at: Eqn) -> Iterator[Frame]:
+def _frames_in(eqn: Eqn) -> Iterator[Frame]:
     """Iterates over the frames of the jaxprs that an equation runs."""
-    eqn, inputs, lead = at.eqn, at.inputs(), at.frame.lead
-    if loop := jaxprs.loop(eqn):
+    jaxpr_eqn, inputs, lead = eqn.jaxpr_eqn, eqn.inputs(), eqn.frame.lead
+    if loop := jaxprs.loop(jaxpr_eqn):
         inputs = inputs[loop.first :]
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
         size = _most_trips(loop) if loop.trips is None else loop.trips
-        own = (*lead, Lead(len(lead), at.at, size))
-        yield Frame(loop.body, at, "loop", map(Outer, inputs, how), own)
-    elif at.name == "cond":
-        for i, body in enumerate(jaxprs.branches(eqn)):
-            yield Frame(body, at, "call", map(Outer, inputs[1:]), lead, i)
-    elif rule := kernels.rule_of(eqn):
-        yield Frame(rule.body(eqn), at, "kernel", map(Outer, inputs), lead)
-    elif body := jaxprs.called(eqn):
+        own = (*lead, Lead(len(lead), eqn.address, size))
+        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), own)
+    elif eqn.name == "cond":
+        for i, body in enumerate(jaxprs.branches(jaxpr_eqn)):
+            yield Frame(body, eqn, "call", map(Outer, inputs[1:]), lead, i)
+    elif rule := kernels.rule_of(jaxpr_eqn):
+        yield Frame(rule.body(jaxpr_eqn), eqn, "kernel", map(Outer, inputs), lead)
+    elif body := jaxprs.called(jaxpr_eqn):
         outer = map(Outer, inputs[len(inputs) - len(body.jaxpr.invars) :])
-        if at.name == "shard_map":
-            sizes = eqn.params["mesh"].shape
-            axes = enumerate(jaxprs.manual_in(eqn), len(lead))
+        if eqn.name == "shard_map":
+            sizes = jaxpr_eqn.params["mesh"].shape
+            axes = enumerate(jaxprs.manual_in(jaxpr_eqn), len(lead))
             own = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
-            yield Frame(body, at, "mesh", outer, own)
+            yield Frame(body, eqn, "mesh", outer, own)
         else:
-            yield Frame(body, at, "call", outer, lead)
+            yield Frame(body, eqn, "call", outer, lead)
 
 
 def _most_trips(loop: jaxprs.Loop) -> int:
@@ -235,16 +237,16 @@ def _most_trips(loop: jaxprs.Loop) -> int:
     return max(sizes)
 
 
-#: Loop carries that were already followed back, each with its labels.
+#: Loop carries that were already followed back, each with its marks.
 Seen = frozenset[Any]
 
 
 class Origin(NamedTuple):
     """The origin of a variable: an equation's result, a parameter, or data."""
 
-    labels: Labels
+    all_marks: AllMarks
     seen: Seen
-    at: Eqn | None = None
+    eqn: Eqn | None = None
     k: int = 0  # which result of the equation
     parameter: int | None = None
     atom: Atom | None = None  # set if no equation made it
@@ -263,26 +265,26 @@ class Graph:
         self._copied: dict[Atom, set[int]] = {}
 
     def origins(
-        self, atom: Atom, labels: Labels, seen: Seen = frozenset()
+        self, atom: Atom, all_marks: AllMarks, seen: Seen = frozenset()
     ) -> Iterator[Origin]:
         """Returns the origins of a variable, across function calls and loops."""
         frame, var = atom.frame, atom.var
-        # The label is empty: no entry of this variable contributes, so stop.
-        if any(map(is_empty, labels)):
+        # The marks are empty: no entry of this variable contributes, so stop.
+        if any(map(is_empty, all_marks)):
             return
         if isinstance(var, Literal) or var in frame.consts:
-            yield Origin(labels, seen, atom=atom)
+            yield Origin(all_marks, seen, atom=atom)
         elif var in frame.place:
-            yield from self._outside(atom, labels, seen)
+            yield from self._outside(atom, all_marks, seen)
         else:
-            at, k = frame.made[var]
-            if not at.inside:
-                yield Origin(labels, seen, at, k)
-            for inner in at.inside:
-                yield from self._inside(inner, k, labels, seen)
+            eqn, k = frame.made[var]
+            if not eqn.inside:
+                yield Origin(all_marks, seen, eqn, k)
+            for inner in eqn.inside:
+                yield from self._inside(inner, k, all_marks, seen)
 
     def back(
-        self, atom: Atom, labels: Labels, ahead: Ahead, carried: Any = None
+        self, atom: Atom, all_marks: AllMarks, ahead: Ahead, carried: Any = None
     ) -> None:
         """Goes back from an array through the equations that made it.
 
@@ -290,29 +292,29 @@ class Graph:
         to carry to each. No recursion: a residual stream goes through all layers.
         """
         known: set[Any] = set()
-        places = [(atom, labels, frozenset(), carried)] if labels else []
+        places = [(atom, all_marks, frozenset(), carried)] if all_marks else []
         while places:
-            atom, labels, seen, carried = places.pop()
-            for origin in self.origins(atom, labels, seen):
-                if (at := origin.at) is None:
+            atom, all_marks, seen, carried = places.pop()
+            for origin in self.origins(atom, all_marks, seen):
+                if (eqn := origin.eqn) is None:
                     ahead(origin, carried)
                     continue
-                key = at, origin.k, *map(key_of, origin.labels)
+                key = eqn, origin.k, *map(key_of, origin.all_marks)
                 if key in known:
                     continue
                 known.add(key)
                 by = dict(ahead(origin, carried))
-                for i, move in moves(at, origin.k) if by else ():
+                for i, move in moves(eqn, origin.k) if by else ():
                     if i in by:
-                        own = tuple(map(move, origin.labels))
-                        places.append((at.inputs()[i], own, origin.seen, by[i]))
+                        own = tuple(map(move, origin.all_marks))
+                        places.append((eqn.inputs()[i], own, origin.seen, by[i]))
 
     def walk(
         self,
         atom: Atom,
-        labels: Labels,
-        follow: Callable[[Eqn, int], Iterable[int]] = lambda at, _: range(
-            len(at.eqn.invars)
+        all_marks: AllMarks,
+        follow: Callable[[Eqn, int], Iterable[int]] = lambda eqn, _: range(
+            len(eqn.jaxpr_eqn.invars)
         ),
     ) -> list[Origin]:
         """Goes back from an array and returns all origins on the way.
@@ -323,10 +325,10 @@ class Graph:
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             found.append(origin)
-            at = origin.at
-            return [(i, None) for i in follow(at, origin.k)] if at else []
+            eqn = origin.eqn
+            return [(i, None) for i in follow(eqn, origin.k)] if eqn else []
 
-        self.back(atom, labels, ahead)
+        self.back(atom, all_marks, ahead)
         return found
 
     def copied(self, atom: Atom) -> set[int]:
@@ -337,18 +339,18 @@ class Graph:
         own = {d for d, n in enumerate(atom.shape) if n == 1}
 
         def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
-            at, back = origin.at, []
-            if at and depth < 9 and at.name not in PRODUCTS:
-                back = [] if at.name.startswith("reduce_") else moves(at, origin.k)
+            eqn, back = origin.eqn, []
+            if eqn and depth < 9 and eqn.name not in PRODUCTS:
+                back = [] if eqn.name.startswith("reduce_") else moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
             # callers rely on copies, so these must be certain.
             if not back:
-                own.update(d for d in dims if is_varied(origin.labels[d]))
-            elif at and at.name == "gather":  # each index picks its own entries
-                offset = at.eqn.params["dimension_numbers"].offset_dims
-                lead, rank = at.output().lead, at.output().rank
+                own.update(d for d in dims if is_varied(origin.all_marks[d]))
+            elif eqn and eqn.name == "gather":  # each index picks its own entries
+                offset = eqn.jaxpr_eqn.params["dimension_numbers"].offset_dims
+                lead, rank = eqn.output().lead, eqn.output().rank
                 rows = {*range(lead, rank)} - {lead + d for d in offset}
-                own.update(d for d in dims if rows & {*varied(origin.labels[d])})
+                own.update(d for d in dims if rows & {*varied(origin.all_marks[d])})
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
@@ -357,66 +359,66 @@ class Graph:
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array: several if branches made it."""
-        return [x.at for x in self.origins(atom, atom.whole) if x.at]
+        return [x.eqn for x in self.origins(atom, atom.whole) if x.eqn]
 
     def _inside(
-        self, inner: Frame, k: int, labels: Labels, seen: Seen
+        self, inner: Frame, k: int, all_marks: AllMarks, seen: Seen
     ) -> Iterator[Origin]:
         """Returns the origins of a call's k-th result, in the frame that it runs."""
-        at = inner.caller
-        assert at is not None
+        eqn = inner.caller
+        assert eqn is not None
         if k >= len(inner.outputs):  # a result that the kernel's example does not have
-            yield Origin(labels, seen, at, k)
+            yield Origin(all_marks, seen, eqn, k)
             return
-        lead, own = len(at.frame.lead), labels
+        lead, own = len(eqn.frame.lead), all_marks
         is_carry = k < len(inner.carried)
         if is_carry:
-            own = tuple(np.expand_dims(x, lead) for x in labels)
+            own = tuple(np.expand_dims(x, lead) for x in all_marks)
         elif inner.kind == "mesh":
-            own = tuple(_onto_devices(x, inner, k) for x in labels)
+            own = tuple(_onto_devices(x, inner, k) for x in all_marks)
         yield from self.origins(inner.outputs[k], own, seen)
         if is_carry:  # a loop without trips returns its initial carry
             start = inner.outer[inner.carried[k]].atom
-            yield from self.origins(start, labels, seen)
+            yield from self.origins(start, all_marks, seen)
 
-    def _outside(self, atom: Atom, labels: Labels, seen: Seen) -> Iterator[Origin]:
+    def _outside(self, atom: Atom, all_marks: AllMarks, seen: Seen) -> Iterator[Origin]:
         """Returns the origins of a frame's input, outside of the frame."""
         frame, i = atom.frame, atom.frame.place[atom.var]
         if frame.caller is None:
             is_one = i in self.parameters
-            yield Origin(labels, seen, parameter=i if is_one else None, atom=atom)
+            yield Origin(all_marks, seen, parameter=i if is_one else None, atom=atom)
             return
         outer, how = frame.outer[i]
         lead = outer.lead
         if frame.kind == "mesh":
-            labels = tuple(_off_devices(x, frame, i) for x in labels)
+            all_marks = tuple(_off_devices(x, frame, i) for x in all_marks)
         elif frame.kind == "loop" and how != "slice":
             # The trips of a slice are the first dimension of the array that it slices.
-            labels = tuple(joined(x, [lead]).squeeze(lead) for x in labels)
+            all_marks = tuple(union_along(x, [lead]).squeeze(lead) for x in all_marks)
         if how == "carry":
-            # Another trip back with the same labels brings nothing new. There are
-            # finitely many labels, so this ends.
-            key = atom, *map(key_of, labels)
+            # Another trip back with the same marks brings nothing new. There are
+            # finitely many marks, so this ends.
+            key = atom, *map(key_of, all_marks)
             if key in seen:
                 return
             made = frame.outputs[frame.carried.index(i)]
-            before = tuple(np.expand_dims(x, lead) for x in labels)
+            before = tuple(np.expand_dims(x, lead) for x in all_marks)
             yield from self.origins(made, before, seen | {key})
-        yield from self.origins(outer, labels, seen)
+        yield from self.origins(outer, all_marks, seen)
 
 
 # Meshes: a dimension that is cut into m blocks of n becomes (m, n), with m for devices.
 
 
-def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
-    """Returns the label of each device's block, from that of `shard_map`'s result."""
-    eqn = inner.caller.eqn  # type: ignore
+def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
+    """Returns the marks of each device's block, from that of `shard_map`'s result."""
+    eqn = inner.caller.jaxpr_eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
     sizes = {x.of: x.size for x in inner.lead[lead:]}
     cuts = jaxprs.mesh_cuts(eqn, "out", k)
-    view, at, rest = list(label.shape[:lead]), {}, []
+    view, at, rest = list(marks.shape[:lead]), {}, []
     for d, n in enumerate(shape_of(eqn.outvars[k])):
-        size = label.shape[lead + d]
+        size = marks.shape[lead + d]
         if d in cuts and size > 1:
             for name in cuts[d]:
                 at[name] = len(view)
@@ -429,30 +431,30 @@ def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
             at[name] = len(view)
             view.append(1)
     order = [*range(lead), *(at[name] for name in sizes), *rest]
-    return small(label.reshape(view).transpose(order))
+    return small(marks.reshape(view).transpose(order))
 
 
-def _off_devices(label: Label, frame: Frame, i: int) -> Label:
-    """Returns the label of a whole input, from the label of each device's block."""
+def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
+    """Returns the marks of a whole input, from the marks of each device's block."""
     lead = frame.outer[i].atom.lead
     devices = {x.of: x for x in frame.lead[lead:]}
-    cuts = jaxprs.mesh_cuts(frame.caller.eqn, "in", i)  # type: ignore
+    cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
-    label = joined(label, [x.axis for of, x in devices.items() if of not in named])
-    order, view = list(range(lead)), list(label.shape[:lead])
+    marks = union_along(marks, [x.axis for of, x in devices.items() if of not in named])
+    order, view = list(range(lead)), list(marks.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
         own = [devices[name] for name in cuts.get(d, ())]
         axis = len(frame.lead) + d
         axes = [*(x.axis for x in own), axis]
-        if n == 1 and label.shape[axis] == 2:  # see `dimensions`
+        if n == 1 and marks.shape[axis] == 2:  # see `dimensions`
             blocks = math.prod(x.size for x in own)
-            label = np.take(label, np.arange(blocks) % 2, axis)
-            axes = [*(x.axis for x in own if label.shape[x.axis] == 1), axis]
-        elif own and any(label.shape[a] > 1 for a in axes):
+            marks = np.take(marks, np.arange(blocks) % 2, axis)
+            axes = [*(x.axis for x in own if marks.shape[x.axis] == 1), axis]
+        elif own and any(marks.shape[a] > 1 for a in axes):
             for x in own:
-                label = full(label, x.axis, x.size)
-            label = full(label, axis, n)
+                marks = full(marks, x.axis, x.size)
+            marks = full(marks, axis, n)
         order += axes
-        view.append(math.prod(label.shape[a] for a in axes))
-    order += [a for a in range(label.ndim) if a not in order]
-    return small(label.transpose(order).reshape(view))
+        view.append(math.prod(marks.shape[a] for a in axes))
+    order += [a for a in range(marks.ndim) if a not in order]
+    return small(marks.transpose(order).reshape(view))

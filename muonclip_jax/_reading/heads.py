@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .facts import union
-from .graph import Labels
-from .labels import along, distinct, is_varied, Label, marks, varied
+from .graph import AllMarks
+from .marks import distinct, is_varied, Marks, marks_along, numbered, varied
 from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
@@ -18,23 +18,23 @@ from .softmaxes import Product
 _MOST = 1 << 14
 
 
-class Heads(NamedTuple):
+class HeadMap(NamedTuple):
     """The heads of a product."""
 
-    axes: tuple[int, ...]  # axes of the product's labels along which heads are
-    label: Label  # label of the product, with a bit for each head
+    axes: tuple[int, ...]  # axes of the product's marks along which heads are
+    marks: Marks  # marks of the product, with a bit for each head
     number: int
 
-    def owners(self, label: Label) -> tuple[np.ndarray, int]:
+    def head_ids(self, marks: Marks) -> tuple[np.ndarray, int]:
         """Returns the head, or group of heads, of each entry, and their number."""
         # In the order of the first head in each: `m & -m` is the lowest bit of a mark.
-        groups = sorted(distinct(label), key=lambda m: (m & -m, m))
+        groups = sorted(distinct(marks), key=lambda m: (m & -m, m))
         numbers = {m: i for i, m in enumerate(groups)}
         if sum(m.bit_count() for m in groups) != union(groups).bit_count():
             # Groups overlap: some entries serve several heads, others one.
             numbers = dict.fromkeys(groups, 0)
-        owner = np.empty(label.shape, int)
-        owner.ravel()[:] = [numbers[m] if m else -1 for m in label.ravel().tolist()]
+        owner = np.empty(marks.shape, int)
+        owner.ravel()[:] = [numbers[m] if m else -1 for m in marks.ravel().tolist()]
         return owner, len(set(numbers.values()))
 
 
@@ -42,7 +42,7 @@ class Refused(Exception):
     """Raised if heads cannot be told apart, or are not heads of one layer."""
 
 
-def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Heads:
+def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
     """Returns the heads of a product whose query is operand `order[0]`.
 
     Along heads, a side has different entries of parameters. Devices may be heads, if
@@ -52,7 +52,7 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     distinguishes positions instead. Learned tokens without a kernel do the same; the
     other side does not have their positions.
     """
-    over = [d for d, _ in product.over] if product.at.name == "mul" else []
+    over = [d for d, _ in product.over] if product.eqn.name == "mul" else []
     gone = product.keys | {product.lead + d for d in over}
     sizes = {a: n for a, n in product.sizes.items() if n > 1 and a not in gone}
     chosen = _axes_of(scaling, product, order, sizes)
@@ -65,23 +65,23 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     shape = [sizes[a] if a in chosen else 1 for a in product.sizes]
     numbers = np.arange(count).reshape(shape)
     classes = np.array(_classes(scaling, product, order, _bits(numbers), count))
-    return Heads(tuple(chosen), _bits(classes[numbers]), int(classes.max()) + 1)
+    return HeadMap(tuple(chosen), _bits(classes[numbers]), int(classes.max()) + 1)
 
 
 def _axes_of(
     scaling: Scaling, product: Product, order: tuple[int, int], sizes: dict[int, int]
 ) -> list[int]:
     """Returns the axes along which heads are; other axes are batches and positions."""
-    loops = {x.axis for x in product.at.frame.lead if x.is_loop}
+    loops = {x.axis for x in product.eqn.frame.lead if x.is_loop}
     rank = len(product.sizes)
-    labels = tuple(marks(rank, a, size) for a, size in sizes.items())
+    all_marks = tuple(numbered(rank, a, size) for a, size in sizes.items())
     chosen: set[int] = set()
     # If the last kernel has no heads, as a rotation shared by all of them, the second
     # pass follows its operand to the kernel before.
     for is_last in (_is_nearest(len(sizes)), never):
         for i in order if not chosen else ():
-            makers = _makers(scaling, product, i, labels, is_last)
-            found = [(f, _along(sizes, loops, f.labels)) for f in makers]
+            makers = _makers(scaling, product, i, all_marks, is_last)
+            found = [(f, _along(sizes, loops, f.all_marks)) for f in makers]
             of_kernels = [axes for f, axes in found if f.is_kernel]
             known = of_kernels or [axes - product.free[i] for _, axes in found]
             chosen |= set.intersection(*known) if known else set()
@@ -89,7 +89,7 @@ def _axes_of(
 
 
 def _classes(
-    scaling: Scaling, product: Product, order: tuple[int, int], label: Label, count: int
+    scaling: Scaling, product: Product, order: tuple[int, int], marks: Marks, count: int
 ) -> list[int]:
     """Returns the head of each entry along the axes of heads.
 
@@ -97,12 +97,12 @@ def _classes(
     the rest of a dimension all heads are the same: it is the batch's.
     """
     signs: list[np.ndarray] = []
-    sides = [i for i in order if is_varied(product.side(i, label))]
+    sides = [i for i in order if is_varied(product.side(i, marks))]
     for is_last in (_is_nearest(1), never):
         for i in sides if not signs else ():
-            for f in _makers(scaling, product, i, (label,), is_last):
-                if is_varied(f.labels[0]):
-                    of = sorted(distinct(f.labels[0]))
+            for f in _makers(scaling, product, i, (marks,), is_last):
+                if is_varied(f.all_marks[0]):
+                    of = sorted(distinct(f.all_marks[0]))
                     signs += [bits_of(mark, count) for mark in of]
     if not signs:
         return [0] * count
@@ -114,52 +114,54 @@ def _classes(
 def _is_nearest(n: int) -> IsLast:
     """Returns a test of whether a kernel made the dimensions that a product sums over.
 
-    The kernel's labels show it: the first `n` are of other dimensions.
+    The kernel's marks show it: the first `n` are of other dimensions.
     """
     return lambda kernel, _: len(kernel) == n or any(map(is_varied, kernel[n:]))
 
 
 def _makers(
-    scaling: Scaling, product: Product, i: int, labels: Labels, is_last: IsLast
+    scaling: Scaling, product: Product, i: int, all_marks: AllMarks, is_last: IsLast
 ) -> Iterator[Factor]:
     """Yields for each summand of an operand the factor that shows where heads are.
 
     This is the last kernel, preferably one that made what the product sums over.
     """
-    own = *(product.side(i, x) for x in labels), *product.over_of(i)
+    own = *(product.side(i, x) for x in all_marks), *product.over_of(i)
     for s in scaling.of(product.operand(i), own, is_last, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
-        made = [f for f in kernels if any(map(is_varied, f.labels[len(labels) :]))]
+        made = [
+            f for f in kernels if any(map(is_varied, f.all_marks[len(all_marks) :]))
+        ]
         yield from (made or kernels or s.factors)[:1]
 
 
-def _along(axes: dict[int, int], loops: set[int], labels: Labels) -> set[int]:
+def _along(axes: dict[int, int], loops: set[int], all_marks: AllMarks) -> set[int]:
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
     A loop's trips are layers if each has one entry of a stack, and heads if each has
     several entries of an axis.
     """
-    own = {a: x for a, x in zip(axes, labels, strict=False) if is_varied(x)}
+    own = {a: x for a, x in zip(axes, all_marks, strict=False) if is_varied(x)}
     return {a for a, x in own.items() if a not in loops or _is_shared_out(x)}
 
 
-def _is_shared_out(label: Label) -> bool:
+def _is_shared_out(marks: Marks) -> bool:
     """Whether marks that differ along an axis have several entries each."""
-    lines = [along(label, axis) for axis in varied(label)[:1]]
+    lines = [marks_along(marks, axis) for axis in varied(marks)[:1]]
     return any(np.count_nonzero(line) > len(distinct(line)) for line in lines)
 
 
-def shows_all(kernel: Labels, other: Labels) -> bool:
+def shows_all(kernel: AllMarks, other: AllMarks) -> bool:
     """Whether a kernel's operand distinguishes no more heads than the kernel itself."""
     found = distinct(kernel[0])
     is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
     return is_apart or not is_varied(other[0])
 
 
-def _bits(numbers: np.ndarray) -> Label:
-    label = np.empty(numbers.shape, object)
-    label.ravel()[:] = [1 << x for x in numbers.ravel().tolist()]
-    return label
+def _bits(numbers: np.ndarray) -> Marks:
+    marks = np.empty(numbers.shape, object)
+    marks.ravel()[:] = [1 << x for x in numbers.ravel().tolist()]
+    return marks
 
 
 def bits_of(mark: int, n: int) -> np.ndarray:

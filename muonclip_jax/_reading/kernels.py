@@ -61,7 +61,7 @@ class AttentionRule:
 
 
 #: All rules, in the order in which they were taught.
-_RULES: list[AttentionRule] = []
+_KERNELS: list[AttentionRule] = []
 
 
 def attention_rule(
@@ -128,20 +128,20 @@ def attention_rule(
             "of= must be the kernel: a function with jax.custom_vjp or jax.custom_jvp, "
             f'a primitive, or a name as "name at end/of/file.py"; got {of!r}'
         )
-    if not isinstance(of, str) and any(rule.of is of for rule in _RULES):
+    if not isinstance(of, str) and any(rule.of is of for rule in _KERNELS):
         raise ValueError(
             f"{name} has a rule already, and a kernel has one. To run a cell of a "
             "notebook again, define the kernel in it, too"
         )
     rule = AttentionRule(fun, maxima, name, file, of, functions)
-    _RULES.append(rule)
+    _KERNELS.append(rule)
     return rule
 
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """Returns the rule of the kernel that an equation calls, if there is one."""
     name, file = jaxprs.kernel_name(eqn)
-    named = (x for x in _RULES if x.name == name)
+    named = (x for x in _KERNELS if x.name == name)
     ranked = [(rank, x) for x in named if (rank := x.rank(eqn, file)) is not None]
     if not ranked:
         return None

@@ -9,7 +9,7 @@ from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._model.shares import shares_of
 from .._parameters import paths
-from .attention import Layer, Part
+from .attention import Layer, ScaledEntries
 
 
 class NamedLayer(NamedTuple):
@@ -126,7 +126,7 @@ def _roles(
                 groups[2 if share == "whole" else i].extend(pair[i] if share else [])
     roles = []
     for parts in groups:
-        found: dict[int, Part] = {}
+        found: dict[int, ScaledEntries] = {}
         for part in parts:
             old = found.get(part.parameter)
             found[part.parameter] = old.joined_with(part) if old else part

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .facts import Facts
-from .graph import Atom, Eqn, Graph, Labels, Origin
-from .labels import is_varied, moved, small
+from .graph import AllMarks, Atom, Eqn, Graph, Origin
+from .marks import is_varied, moved, small
 from .scaling import Scaling
 
 
 class Maker(NamedTuple):
     """A parameter in the weight of a product that made an activation."""
 
-    at: Eqn
+    eqn: Eqn
     number: int
-    labels: Labels  # of the parameter
+    all_marks: AllMarks  # of the parameter
 
 
 class Makers:
@@ -24,55 +24,55 @@ class Makers:
         self._graph, self._facts, self._scaling = graph, facts, scaling
         self._outputs: dict[tuple[Atom, int], bool] = {}
 
-    def of(self, atom: Atom, labels: Labels) -> Iterator[Maker]:
+    def of(self, atom: Atom, all_marks: AllMarks) -> Iterator[Maker]:
         """Yields the parameters of the nearest products with weights."""
-        found: list[tuple[Eqn, int, Labels]] = []
+        found: list[tuple[Eqn, int, AllMarks]] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if (at := origin.at) is None:
+            if (eqn := origin.eqn) is None:
                 return []
-            facts = self._facts.inputs(at)
-            if at.is_product:
-                i = self._facts.weight_of(at)
+            facts = self._facts.inputs(eqn)
+            if eqn.is_product:
+                i = self._facts.weight_of(eqn)
                 if i is not None:
                     if facts[i].leaves and not facts[1 - i].is_onehot:
-                        found.append((at, i, origin.labels))
+                        found.append((eqn, i, origin.all_marks))
                     return []
-                if at.contracted and all(f.is_deep for f in facts):
+                if eqn.contracted and all(f.is_deep for f in facts):
                     return []
             return [(i, None) for i, fact in enumerate(facts) if fact.is_deep]
 
-        self._graph.back(atom, labels, ahead)
-        for at, i, labels in found:
-            weight = at.inputs()[i]
-            own = tuple(small(moved(x, weight.lead, at.to[i])) for x in labels)
+        self._graph.back(atom, all_marks, ahead)
+        for eqn, i, all_marks in found:
+            weight = eqn.inputs()[i]
+            own = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in all_marks)
             for summand in self._scaling.of(weight, own):
                 for f in summand.factors:
-                    yield Maker(at, f.parameter, f.labels)
+                    yield Maker(eqn, f.parameter, f.all_marks)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
         """Returns the dimensions of each kernel's outputs."""
         found: dict[int, list[int]] = {}
-        for _, number, labels in self.of(atom, atom.each()):
+        for _, number, all_marks in self.of(atom, atom.each()):
             own = found.setdefault(number, [])
-            own += [d for d, x in enumerate(labels) if d not in own and is_varied(x)]
+            own += [d for d, x in enumerate(all_marks) if d not in own and is_varied(x)]
         return found
 
     def is_output(self, atom: Atom, d: int) -> bool:
         """Returns whether a dimension holds kernel outputs, or columns of a table."""
         if (atom, d) not in self._outputs:
-            labels = atom.marks([d])
-            found = [x.labels for x in self.of(atom, labels)]
+            all_marks = atom.numbered([d])
+            found = [x.all_marks for x in self.of(atom, all_marks)]
 
             def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
                 if origin.parameter is not None:
-                    found.append(origin.labels)
-                if (at := origin.at) is None or at.is_product:
+                    found.append(origin.all_marks)
+                if (eqn := origin.eqn) is None or eqn.is_product:
                     return []
-                facts = self._facts.inputs(at)
+                facts = self._facts.inputs(eqn)
                 return [(i, None) for i, f in enumerate(facts) if f.leaves]
 
-            if not any(is_varied(label) for (label,) in found):
-                self._graph.back(atom, labels, ahead)
-            self._outputs[atom, d] = any(is_varied(label) for (label,) in found)
+            if not any(is_varied(marks) for (marks,) in found):
+                self._graph.back(atom, all_marks, ahead)
+            self._outputs[atom, d] = any(is_varied(marks) for (marks,) in found)
         return self._outputs[atom, d]

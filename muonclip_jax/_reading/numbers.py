@@ -15,7 +15,7 @@ from .jaxprs import Address
 
 
 class Lead(NamedTuple):
-    """A dimension in front of labels: trips of a loop, or devices along a mesh axis."""
+    """A dimension in front of marks: trips of a loop, or devices along a mesh axis."""
 
     axis: int  # its place in the lead
     of: Address | str  # the address of the loop, or the name of the mesh axis
@@ -56,23 +56,23 @@ def number_of(atom: Any) -> Number:
         return value if isinstance(value, int | float) else None
     if var in frame.place:
         return _of_input(atom)
-    at, k = frame.made[var]
-    if at.name in _AS_IT_IS:
-        return number_of(at.inputs()[0])
-    if at.inside:
-        (one, *others) = at.inside
+    eqn, k = frame.made[var]
+    if eqn.name in _AS_IT_IS:
+        return number_of(eqn.inputs()[0])
+    if eqn.inside:
+        (one, *others) = eqn.inside
         return number_of(one.outputs[k]) if one.kind == "call" and not others else None
-    if at.name not in _ON_NUMBERS:
+    if eqn.name not in _ON_NUMBERS:
         return None
-    values = [number_of(x) for x in at.inputs()]
-    if at.name in ("select_n", "clamp", "max", "min"):
+    values = [number_of(x) for x in eqn.inputs()]
+    if eqn.name in ("select_n", "clamp", "max", "min"):
         # JAX turns an index into `where(i < 0, i + n, i)` before it uses it.
         for value in values:
             if isinstance(value, Lead):
                 return value
     if any(not isinstance(x, int | float) for x in values):
         return None
-    return _ON_NUMBERS[at.name](*values)
+    return _ON_NUMBERS[eqn.name](*values)
 
 
 def _of_input(atom: Any) -> Number:
@@ -101,7 +101,7 @@ def _counts(atom: Any, size: int) -> bool:
         return False
     if var in frame.consts:
         return np.array_equal(np.asarray(frame.consts[var]), np.arange(size))
-    at, _ = frame.made.get(var, (None, 0))
-    if at is None or at.name not in ("iota", *_AS_IT_IS):
+    eqn, _ = frame.made.get(var, (None, 0))
+    if eqn is None or eqn.name not in ("iota", *_AS_IT_IS):
         return False
-    return at.name == "iota" or _counts(at.inputs()[0], size)
+    return eqn.name == "iota" or _counts(eqn.inputs()[0], size)

@@ -1,4 +1,4 @@
-"""How labels go back through each primitive: which entries of its operands contribute.
+"""How marks go back through each primitive: which entries of its operands contribute.
 
 A rule covers every operand in which a result is linear. Linear for positive factors, as
 a maximum is, is enough: QK-Clip's factors are positive. The reading cannot follow a
@@ -14,59 +14,62 @@ import numpy as np
 
 from . import jaxprs
 from .jaxprs import names, shape_of
-from .labels import full, joined, Label, moved, placed, reshaped, Shape, small
+from .marks import full, Marks, moved, placed, reshaped, Shape, small, union_along
 
 
-#: A function from the label of a result to the label of an operand.
-Move = Callable[[Label], Label]
+#: A function from the marks of a result to the marks of an operand.
+Move = Callable[[Marks], Marks]
 Moves = list[tuple[int, Move]]
 
 
 class Op(NamedTuple):
     """A result of an equation, as the rules below receive it."""
 
-    at: Any  # the `Eqn`
+    eqn: Any  # the `Eqn`
     k: int  # which result
     out: Shape
     ins: list[Shape]
 
     @property
     def params(self) -> dict[str, Any]:
-        return self.at.eqn.params
+        return self.eqn.jaxpr_eqn.params
 
     @property
     def lead(self) -> int:
-        return len(self.at.frame.lead)
+        return len(self.eqn.frame.lead)
 
     def through(self, to: Sequence[int | None]) -> Move:
-        """Returns the move to an operand whose dimensions `to` maps to the result's."""
+        """Returns the move to an operand.
+
+        `to[d]` is the dimension of the result that dimension `d` becomes, or `None`.
+        """
         lead = self.lead
         if [*to] == [*range(len(self.out))]:
             return small
-        return lambda label: small(moved(label, lead, to))
+        return lambda marks: small(moved(marks, lead, to))
 
 
-_RULES: dict[str, Callable[[Op], Moves]] = {}
+_MOVES: dict[str, Callable[[Op], Moves]] = {}
 
 
 def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
     def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
-        _RULES.update(dict.fromkeys(primitives.split(), function))
+        _MOVES.update(dict.fromkeys(primitives.split(), function))
         return function
 
     return register
 
 
-def moves(at: Any, k: int) -> Moves:
-    """Returns how the label of the `k`-th result goes back to each operand.
+def moves(eqn: Any, k: int) -> Moves:
+    """Returns how the marks of the `k`-th result go back to each operand.
 
     A product has a move for each of its two operands, since it is linear in each. The
     list is empty for a primitive without a rule.
     """
-    if k not in at.known_moves:
-        op = Op(at, k, at.output(k).shape, [x.shape for x in at.inputs()])
-        at.known_moves[k] = _RULES[at.name](op) if at.name in _RULES else []
-    return at.known_moves[k]
+    if k not in eqn.known_moves:
+        op = Op(eqn, k, eqn.output(k).shape, [x.shape for x in eqn.inputs()])
+        eqn.known_moves[k] = _MOVES[eqn.name](op) if eqn.name in _MOVES else []
+    return eqn.known_moves[k]
 
 
 #: Primitives that compute each entry of the result from one entry of each operand.
@@ -91,14 +94,14 @@ _LINEAR = names(
 @_rule(" ".join(ELEMENTWISE | _LINEAR))
 def _entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
-    own = range(1 if op.at.name == "select_n" else 0, len(op.ins))
-    if len(op.at.eqn.outvars) > 1:  # a result for each operand
+    own = range(1 if op.eqn.name == "select_n" else 0, len(op.ins))
+    if len(op.eqn.jaxpr_eqn.outvars) > 1:  # a result for each operand
         own = [op.k]
     return [(i, op.through(_same(op.ins[i], op.out))) for i in own]
 
 
 def _same(of: Shape, out: Shape) -> list[int | None]:
-    """Returns the dimensions of the result that have all entries of the operand's."""
+    """Returns the result's dimension for each of an operand; `None` if broadcast."""
     if len(of) != len(out):
         return [None] * len(of)
     return [d if n == out[d] else None for d, n in enumerate(of)]
@@ -106,7 +109,7 @@ def _same(of: Shape, out: Shape) -> list[int | None]:
 
 @_rule("reshape squeeze expand_dims")
 def _reshape(op: Op) -> Moves:
-    return [(0, lambda label: reshaped(label, op.lead, op.out, op.ins[0]))]
+    return [(0, lambda marks: reshaped(marks, op.lead, op.out, op.ins[0]))]
 
 
 @_rule("transpose")
@@ -125,9 +128,9 @@ def _broadcast(op: Op) -> Moves:
 def _tile(op: Op) -> Moves:
     apart = tuple(itertools.chain(*zip(op.params["reps"], op.ins[0], strict=True)))
 
-    def move(label: Label) -> Label:
-        label = reshaped(label, op.lead, op.out, apart)
-        return small(moved(label, op.lead, range(1, len(apart), 2)))
+    def move(marks: Marks) -> Marks:
+        marks = reshaped(marks, op.lead, op.out, apart)
+        return small(moved(marks, op.lead, range(1, len(apart), 2)))
 
     return [(0, move)]
 
@@ -165,12 +168,12 @@ def _slice(op: Op) -> Moves:
     starts, steps = op.params["start_indices"], op.params["strides"]
     steps = steps or (1,) * len(op.out)
 
-    def move(label: Label) -> Label:
+    def move(marks: Marks) -> Marks:
         for d, (start, step, n) in enumerate(zip(starts, steps, op.out, strict=True)):
             if op.ins[0][d] != n:
                 at = slice(start, start + (n - 1) * step + 1, step)
-                label = placed(label, op.lead + d, op.ins[0][d], at)
-        return label
+                marks = placed(marks, op.lead + d, op.ins[0][d], at)
+        return marks
 
     return [(0, move)]
 
@@ -182,10 +185,10 @@ def _split(op: Op) -> Moves:
     sizes = op.params.get("sizes", (1,) * size)
     at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
-    def move(label: Label) -> Label:
-        if op.at.name == "unstack":  # the result lacks the axis
-            label = np.expand_dims(label, op.lead + axis)
-        return placed(label, op.lead + axis, size, at)
+    def move(marks: Marks) -> Marks:
+        if op.eqn.name == "unstack":  # the result lacks the axis
+            marks = np.expand_dims(marks, op.lead + axis)
+        return placed(marks, op.lead + axis, size, at)
 
     return [(0, move)]
 
@@ -193,17 +196,17 @@ def _split(op: Op) -> Moves:
 @_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
     # the dimension, from JAX 0.12 on
-    is_new = op.at.name == "stack"
+    is_new = op.eqn.name == "stack"
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
     ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
 
     def part(i: int) -> Move:
-        def move(label: Label) -> Label:
-            label = full(label, axis, op.out[dim]).take(
+        def move(marks: Marks) -> Marks:
+            marks = full(marks, axis, op.out[dim]).take(
                 range(ends[i], ends[i + 1]), axis
             )
-            return small(label.squeeze(axis) if is_new else label)
+            return small(marks.squeeze(axis) if is_new else marks)
 
         return move
 
@@ -212,27 +215,27 @@ def _concatenate(op: Op) -> Moves:
 
 @_rule("pad")
 def _pad(op: Op) -> Moves:
-    def move(label: Label) -> Label:
+    def move(marks: Marks) -> Marks:
         for d, (low, high, gap) in enumerate(op.params["padding_config"]):
             axis = op.lead + d
             if low < 0 or high < 0 or gap:
-                label = joined(label, [axis])
+                marks = union_along(marks, [axis])
             elif low or high:
-                label = full(label, axis, op.out[d])
-                label = label.take(range(low, low + op.ins[0][d]), axis)
-        return small(label)
+                marks = full(marks, axis, op.out[d])
+                marks = marks.take(range(low, low + op.ins[0][d]), axis)
+        return small(marks)
 
     return [(0, move), (1, op.through([]))]
 
 
 @_rule("dynamic_slice")
 def _dynamic_slice(op: Op) -> Moves:
-    starts = dict(enumerate(op.at.inputs()[1:]))
-    return [(0, lambda label: _picked(label, op, starts, op.out))]
+    starts = dict(enumerate(op.eqn.inputs()[1:]))
+    return [(0, lambda marks: _picked(marks, op, starts, op.out))]
 
 
-def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
-    """Returns the label of the operand that entries were picked from."""
+def _picked(marks: Marks, op: Op, starts: dict[int, Any], out: Shape) -> Marks:
+    """Returns the marks of the operand that entries were picked from."""
     for d, start in starts.items():
         size, axis = op.ins[0][d], op.lead + d
         if out[d] == size:
@@ -241,24 +244,26 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
         if isinstance(at, int):
             # XLA moves a slice that would end outside back inside.
             at = min(max(at, 0), size - out[d])
-            label = placed(label, axis, size, slice(at, at + out[d]))
+            marks = placed(marks, axis, size, slice(at, at + out[d]))
         elif at is None or isinstance(at, float) or out[d] > 1:
-            label = joined(label, [axis])  # any entry may be picked, so all contribute
+            marks = union_along(
+                marks, [axis]
+            )  # any entry may be picked, so all contribute
         else:
             # The i-th trip of a loop picks the i-th entry.
-            trips, most = full(label, at.axis, at.size), min(at.size, size)
+            trips, most = full(marks, at.axis, at.size), min(at.size, size)
             rows = ((slice(i, i + 1), trips.take([i], at.axis)) for i in range(most))
             rows = [placed(row, axis, size, place) for place, row in rows]
-            label = np.concatenate(rows, at.axis)
-            label = placed(label, at.axis, at.size, slice(0, most))
-    return label
+            marks = np.concatenate(rows, at.axis)
+            marks = placed(marks, at.axis, at.size, slice(0, most))
+    return marks
 
 
 @_rule("dynamic_update_slice scatter scatter-add scatter_add")
 def _update(op: Op) -> Moves:
     """Returns the moves of a sum whose second summand may be anywhere in the result."""
-    i = 1 if op.at.name == "dynamic_update_slice" else 2
-    return [(0, lambda label: label), (i, op.through(_same(op.ins[i], op.out)))]
+    i = 1 if op.eqn.name == "dynamic_update_slice" else 2
+    return [(0, lambda marks: marks), (i, op.through(_same(op.ins[i], op.out)))]
 
 
 @_rule("gather")
@@ -267,14 +272,14 @@ def _gather(op: Op) -> Moves:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(op.ins[0])) if d not in gone]
     to: list[int | None] = [None] * len(op.ins[0])
-    for d, at in zip(kept, numbers.offset_dims, strict=True):
-        to[d] = at
+    for d, eqn in zip(kept, numbers.offset_dims, strict=True):
+        to[d] = eqn
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     for d, j in zip(*batch, strict=True):
         to[d] = rest[j]  # batch dimensions, as `vmap` makes them
     # A single index is a slice; one index per token is not.
-    index = op.at.inputs()[1]
+    index = op.eqn.inputs()[1]
     starts = dict.fromkeys(numbers.start_index_map, index)
     is_slice = len(numbers.offset_dims) == len(op.out)
     after = tuple(
@@ -282,12 +287,12 @@ def _gather(op: Op) -> Moves:
         for d, n in enumerate(op.ins[0])
     )
 
-    def move(label: Label) -> Label:
-        label = moved(label, op.lead, to)
+    def move(marks: Marks) -> Marks:
+        marks = moved(marks, op.lead, to)
         if len(starts) == 1 and (is_slice or index.number is not None):
-            return small(_picked(label, op, starts, after))
+            return small(_picked(marks, op, starts, after))
         cut = [d for d in starts if after[d] != op.ins[0][d]]
-        return small(joined(label, [op.lead + d for d in cut]))
+        return small(union_along(marks, [op.lead + d for d in cut]))
 
     return [(0, move)]
 
@@ -299,7 +304,7 @@ PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated
 
 @_rule(" ".join(PRODUCTS))
 def _product(op: Op) -> Moves:
-    return [(i, op.through(to)) for i, to in enumerate(op.at.to)]
+    return [(i, op.through(to)) for i, to in enumerate(op.eqn.to)]
 
 
 def sides(eqn: Any) -> list[list[int | None]]:
@@ -352,14 +357,14 @@ def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
 
 
 def _devices(op: Op) -> list[int]:
-    names = jaxprs.axes_of(op.at.eqn)
-    return [x.axis for x in op.at.frame.lead if x.of in names]
+    names = jaxprs.axes_of(op.eqn.jaxpr_eqn)
+    return [x.axis for x in op.eqn.frame.lead if x.of in names]
 
 
 @_rule("psum psum_invariant psum2 pmax pmin")
 def _summed(op: Op) -> Moves:
     """Returns the moves of a reduction to which all devices contribute."""
-    return [(op.k, lambda label: joined(label, _devices(op)))]
+    return [(op.k, lambda marks: union_along(marks, _devices(op)))]
 
 
 @_rule("all_gather all_gather_invariant")
@@ -384,7 +389,7 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
     one from each device along `joins`, or their sum.
     """
     devices, block = _devices(op), list(op.ins[0])
-    count = math.prod(x.size for x in op.at.frame.lead if x.axis in devices)
+    count = math.prod(x.size for x in op.eqn.frame.lead if x.axis in devices)
     if split is not None:
         block[split : split + 1] = [block[split] // count] * bool(op.params["tiled"])
     axis = op.lead + (joins if joins is not None else split or 0)
@@ -392,21 +397,21 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
     def apart(d: int) -> Shape:
         return (*block[:d], count, *block[d:])
 
-    def move(label: Label) -> Label:
+    def move(marks: Marks) -> Marks:
         if joins is None:
-            label = np.expand_dims(label, axis)
+            marks = np.expand_dims(marks, axis)
         else:
-            label = reshaped(label, op.lead, op.out, apart(joins))
+            marks = reshaped(marks, op.lead, op.out, apart(joins))
         if split is None or len(devices) != 1:
-            label = joined(label, devices)
+            marks = union_along(marks, devices)
         if len(devices) != 1:
-            label = joined(label, [axis])
+            marks = union_along(marks, [axis])
         else:  # the blocks that a device got become those of the devices that sent them
-            label = label.swapaxes(devices[0], axis)
+            marks = marks.swapaxes(devices[0], axis)
         if split is None:
-            return small(label.squeeze(axis))
-        label = np.moveaxis(label, axis, op.lead + split)
-        return reshaped(label, op.lead, apart(split), op.ins[0])
+            return small(marks.squeeze(axis))
+        marks = np.moveaxis(marks, axis, op.lead + split)
+        return reshaped(marks, op.lead, apart(split), op.ins[0])
 
     return [(0, move)]
 
@@ -417,7 +422,7 @@ RANDOM = names(
 )
 
 #: Primitives through which parameters and attention can still be followed.
-KNOWN = RANDOM.union(_RULES) | names(
+KNOWN = RANDOM.union(_MOVES) | names(
     "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
     "approx_top_k sort axis_index cumprod"
 )

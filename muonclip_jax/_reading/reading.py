@@ -207,7 +207,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
-    hidden = list(dict.fromkeys(f"{at.name} at {at.line}" for at in uses.hidden))
+    hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
     unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(
         tree.unflatten(v and v.numbers for v in every),

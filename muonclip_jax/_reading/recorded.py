@@ -175,9 +175,11 @@ class _Recorder:
         # and the equations whose inner jaxprs hold them.
         self._way: dict[Address, set[int]] = {}
         for _, site in sites:
-            for at, biases in site.way.items():
-                self._way.setdefault(at, set()).update(biases)
-        self._around = {at[:n] for at in self._way for n in range(1, len(at))}
+            for address, biases in site.biases.items():
+                self._way.setdefault(address, set()).update(biases)
+        self._around = {
+            address[:n] for address in self._way for n in range(1, len(address))
+        }
 
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
@@ -185,34 +187,36 @@ class _Recorder:
         stats: Stats = {}
 
         def step(i: int, eqn: Any, inputs: list[Any]) -> list[Any]:
-            at = (*outer, branch, i)
-            outs, inner = self._again(eqn, inputs, at)
+            address = (*outer, branch, i)
+            outs, inner = self._rerun(eqn, inputs, address)
             stats.update(inner)
             for n, site in self._sites.items():
-                if site.at.at == at:
+                if site.eqn.address == address:
                     logits = inputs[site.operand]
-                    assert not site.way or isinstance(logits, _Logits)
+                    assert not site.biases or isinstance(logits, _Logits)
                     stats[n] = site.largest(*_own([logits]))
-            return self._split(eqn, inputs, outs, at)
+            return self._split(eqn, inputs, outs, address)
 
         # Dead equations run, too, so that effects, names and random keys do not change.
         return body.run(values, step), stats
 
-    def _inside(self, at: Address) -> dict[int, Layer]:
+    def _inside(self, address: Address) -> dict[int, Layer]:
         """Returns the layers with a site in the jaxpr that an equation runs."""
-        places = {n: site.at.at for n, site in self._sites.items()}
+        places = {n: site.eqn.address for n, site in self._sites.items()}
         return {
-            n: self._layers[n] for n, x in places.items() if x[: len(at)] == at != x
+            n: self._layers[n]
+            for n, x in places.items()
+            if x[: len(address)] == address != x
         }
 
     def _split(
-        self, eqn: Any, inputs: list[Any], outs: list[Any], at: Address
+        self, eqn: Any, inputs: list[Any], outs: list[Any], address: Address
     ) -> list[Any]:
         """Returns an equation's outputs, as `_Logits` from the first bias or softcap.
 
         The equation runs a second time, without biases, on logits of query and key.
         """
-        biases, is_cap = self._way.get(at), eqn.primitive.name == "tanh"
+        biases, is_cap = self._way.get(address), eqn.primitive.name == "tanh"
         is_split = any(isinstance(x, _Logits) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
@@ -224,10 +228,10 @@ class _Recorder:
             own[i] = without_bias(own[i], sign)
         return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
 
-    def _again(self, eqn: Any, inputs: list[Any], at: Address) -> Any:
+    def _rerun(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
         """Returns the outputs of an equation and the statistics of its inner sites."""
-        inside, rule = self._inside(at), kernels.rule_of(eqn)
-        if not inside and (rule or at not in self._around):
+        inside, rule = self._inside(address), kernels.rule_of(eqn)
+        if not inside and (rule or address not in self._around):
             return jaxprs.bound(eqn, _values(inputs)), {}
         if rule:
             (layer, *_), inputs = inside.values(), _values(inputs)
@@ -248,58 +252,60 @@ class _Recorder:
         # Loops, branches and `shard_map` have a method each.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
-                return again(eqn, inputs, at)
+                return again(eqn, inputs, address)
         body: Any = jaxprs.called(eqn)
         own = slice(len(inputs) - len(body.jaxpr.invars), None)
-        if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, at)):
+        if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
             with jaxprs.written_as(eqn):
                 return call(*inputs[own])
-        # The rules of a custom derivative cover its own outputs only. The body runs a
-        # second time for the statistics, without gradients. XLA merges the two runs.
+        # A custom derivative cannot return statistics as further outputs. So the body
+        # runs a second time, without gradients. XLA merges the two runs.
         stopped = jax.lax.stop_gradient(inputs[own])
-        again, stats = self.run(body, stopped, at)
+        again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
         outs = [_Logits(x, y.own) if isinstance(y, _Logits) else x for x, y in both]
         return outs, stats
 
-    def _start(self, trip: Any, start: list[Any], at: Address) -> list[Any]:
+    def _start(self, trip: Any, start: list[Any], address: Address) -> list[Any]:
         """Returns a loop's initial carry, as `_Logits` where a trip returns these."""
-        if at not in self._around:
+        if address not in self._around:
             return start
         split = _split_as(jax.eval_shape(trip, start), start)
         is_same = len(jax.tree.leaves(split)) == len(jax.tree.leaves(start))
-        return start if is_same else self._start(trip, split, at)
+        return start if is_same else self._start(trip, split, address)
 
-    def _scan(self, eqn: Any, inputs: list[Any], at: Address):
+    def _scan(self, eqn: Any, inputs: list[Any], address: Address):
         loop: Any = jaxprs.loop(eqn)
         consts, carry, end = loop.consts, loop.carry, loop.consts + loop.carry
 
         def trip(state: Any, slices: Any) -> Any:
-            outs, stats = self.run(loop.body, [*inputs[:consts], *state, *slices], at)
+            outs, stats = self.run(
+                loop.body, [*inputs[:consts], *state, *slices], address
+            )
             return _split_as(state, outs[:carry]), (outs[carry:], stats)
 
         def first(state: Any) -> Any:
             return trip(state, jax.tree.map(lambda x: x[0], inputs[end:]))[0]
 
-        start = self._start(first, inputs[consts:end], at)
+        start = self._start(first, inputs[consts:end], address)
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, start, inputs[end:])
         for n, x in stats.items():
             layer = self._layers[n]
-            is_apart = at in layer.loops | layer.loops_of_heads
+            is_apart = address in layer.loops | layer.loops_of_heads
             stats[n] = x if is_apart else largest(x, 0)
         return [*state, *rest], stats
 
-    def _while(self, eqn: Any, inputs: list[Any], at: Address):
+    def _while(self, eqn: Any, inputs: list[Any], address: Address):
         loop: Any = jaxprs.loop(eqn)
         of_condition, rest = inputs[: loop.first], inputs[loop.first :]
         own, start = rest[: loop.consts], rest[loop.consts :]
 
         def is_on(both: Any) -> Any:
             values = [*of_condition, *both[0]]
-            return _values(self.run(loop.condition, values, at, branch=1)[0])[0]
+            return _values(self.run(loop.condition, values, address, branch=1)[0])[0]
 
         def trip(state: Any) -> Any:
-            outs, stats = self.run(loop.body, [*own, *state], at)
+            outs, stats = self.run(loop.body, [*own, *state], address)
             return _split_as(state, outs), stats
 
         def step(both: Any) -> Any:
@@ -307,11 +313,11 @@ class _Recorder:
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
         # The loop carries the statistics. They begin at -inf: it may run no trip.
-        start = self._start(lambda x: trip(x)[0], start, at)
+        start = self._start(lambda x: trip(x)[0], start, address)
         shapes = jax.eval_shape(lambda x: trip(x)[1], start)
         return jax.lax.while_loop(is_on, step, (start, _nothing(shapes)))
 
-    def _cond(self, eqn: Any, inputs: list[Any], at: Address):
+    def _cond(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs the chosen branch; heads of other branches get -inf."""
         (index, *args), every = inputs, {}
         like: list[Any] = [None] * len(eqn.outvars)
@@ -321,7 +327,7 @@ class _Recorder:
             return _split_as(like, outs), _nothing(every) | stats
 
         runs = [
-            lambda args, body=body, i=i: self.run(body, args, at, i)
+            lambda args, body=body, i=i: self.run(body, args, address, i)
             for i, body in enumerate(jaxprs.branches(eqn))
         ]
         for run in runs:
@@ -329,18 +335,18 @@ class _Recorder:
             like, every = _split_as(outs, like), every | stats
         return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
-    def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
+    def _shard_map(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs on each device: some mesh axes split the heads, others the batch."""
         body: Any = jaxprs.called(eqn)
         own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
-        for n, layer in self._inside(at).items():
+        for n, layer in self._inside(address).items():
             # Loops and mesh axes outside of it are handled by their own equations.
-            stack = [None for loop in layer.loops if loop[: len(at)] == at]
+            stack = [None for loop in layer.loops if loop[: len(address)] == address]
             of_heads[n] = tuple(name for name in layer.devices if name in own)
             specs[n] = PartitionSpec(*stack, of_heads[n] or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
-            outs, stats = self.run(body, inputs, at)
+            outs, stats = self.run(body, inputs, address)
             for n, x in stats.items():
                 over = tuple(a for a in own if a not in of_heads[n])
                 # With `check_vma`, `pmax` accepts only values that vary over its axes.

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts
-from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, key_of
+from .graph import AllMarks, Atom, Eqn, Graph
+from .marks import key_of, union_of
 from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
-    """A parameter among the factors of a summand, with the labels of its entries."""
+    """A parameter among the factors of a summand, with the marks of its entries."""
 
     parameter: int
-    labels: Labels
+    all_marks: AllMarks
     event: int = 0  # the bit of the equation where it met an activation; 0 before
     is_kernel: bool = False  # the kernel of a product, not a gain, bias or table
     # False after something nonlinear, such as the division in a norm. The outputs of
@@ -50,11 +50,11 @@ Sum = tuple[Summand, ...]
 # attention has few: a projection, its bias, an adapter's product, for each source.
 _MOST_SUMMANDS = 12
 
-#: Returns whether the search stops at a kernel, from its labels and its operand's.
-IsLast = Callable[[Labels, Labels], bool]
+#: Returns whether the search stops at a kernel, from its marks and its operand's.
+IsLast = Callable[[AllMarks, AllMarks], bool]
 
 
-def never(kernel: Labels, other: Labels) -> bool:
+def never(kernel: AllMarks, other: AllMarks) -> bool:
     return False
 
 
@@ -73,9 +73,9 @@ NORMED = (
 
 
 class Way(NamedTuple):
-    """How far an array was followed back, with which labels and limits."""
+    """How far an array was followed back, with which marks and limits."""
 
-    labels: Labels
+    all_marks: AllMarks
     seen: frozenset[Any] = frozenset()  # the loop carries that it passed through
     depth: int = 0  # products that were multiplied out
     steps: int = 0  # equations
@@ -93,83 +93,87 @@ class Scaling:
     def of(
         self,
         atom: Atom,
-        labels: Labels,
+        all_marks: AllMarks,
         is_last: IsLast = never,
         deepest: int = _DEEPEST,
     ) -> Sum:
         """Returns the summands of an array.
 
-        `is_last` receives the labels of a kernel and of its operand. If it returns
+        `is_last` receives the marks of a kernel and of its operand. If it returns
         true, the search does not follow the operand. It also stops after `deepest`
         nested products.
         """
-        # Known sums hold only for the same labels and limits, so each call starts anew.
+        # Known sums hold only for the same marks and limits, so each call starts anew.
         # Without them, a residual stream would be followed once for each way to it.
         self._known = {}
-        return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
+        return self._of(atom, Way(all_marks, is_last=is_last, deepest=deepest))
 
     def _of(self, atom: Atom, way: Way) -> Sum:
-        key = atom, way.depth, *map(key_of, way.labels)
+        key = atom, way.depth, *map(key_of, way.all_marks)
         if key not in self._known:
             found: list[Summand] = []
             if way.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
-            for origin in self._graph.origins(atom, way.labels, way.seen):
+            for origin in self._graph.origins(atom, way.all_marks, way.seen):
                 if origin.parameter is not None:
-                    found.append(Summand((Factor(origin.parameter, origin.labels),)))
-                elif origin.at is not None:
-                    labels, seen = origin.labels, origin.seen
-                    after = way._replace(labels=labels, seen=seen, steps=way.steps + 1)
-                    found += self._equation(origin.at, origin.k, after)
+                    found.append(Summand((Factor(origin.parameter, origin.all_marks),)))
+                elif origin.eqn is not None:
+                    all_marks, seen = origin.all_marks, origin.seen
+                    after = way._replace(
+                        all_marks=all_marks, seen=seen, steps=way.steps + 1
+                    )
+                    found += self._equation(origin.eqn, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
             self._known[key] = summed(found)
         return self._known[key]
 
-    def _equation(self, at: Eqn, k: int, way: Way) -> Iterable[Summand]:
-        inputs, facts, name = at.inputs(), self._facts.inputs(at), at.name
+    def _equation(self, eqn: Eqn, k: int, way: Way) -> Iterable[Summand]:
+        inputs, facts, name = eqn.inputs(), self._facts.inputs(eqn), eqn.name
         why = (
-            f"{name} at {at.line}, which is not linear, stands between the parameters "
+            f"{name} at {eqn.line}, which is not linear, stands between the parameters "
             "and"
         )
-        if not self._facts.of(at.output(k)).leaves:
-            return [] if at.output(k).number == 0 else [Summand((), ADDED)]
-        back = dict(moves(at, k))
+        if not self._facts.of(eqn.output(k)).leaves:
+            return [] if eqn.output(k).number == 0 else [Summand((), ADDED)]
+        back = dict(moves(eqn, k))
         if not back:
             return [Summand((), why)]
         if name in ("mul", "div", *PRODUCTS):
-            return self._product(at, facts, back, way)
+            return self._product(eqn, facts, back, way)
         if name in ELEMENTWISE:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
-            made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
+            made = (
+                self._operand(eqn, i, back[i], way) for i in back if facts[i].leaves
+            )
             return [unscaled([s for x in made for s in x], why)]
-        taken = self._finite_case(at) if name == "select_n" else None
+        taken = self._finite_case(eqn) if name == "select_n" else None
         found: list[Summand] = []
         for i, move in back.items():
             if (taken is None or i == taken) and not inputs[i].is_zero:
-                own = self._operand(at, i, move, way)
+                own = self._operand(eqn, i, move, way)
                 if own and not facts[i].leaves:
                     is_shift = any(fact.is_weight for fact in facts)
                     if name in ("max", "min"):
                         own = (Summand((), why),)
                     elif is_shift and not facts[i].has_data and name in ("add", "sub"):
                         own = (Summand((), SHIFTED),)
-                found += self._met(at, facts[i], own)
+                found += self._met(eqn, facts[i], own)
         return found
 
-    def _operand(self, at: Eqn, i: int, move: Move, way: Way) -> Sum:
-        own = way._replace(labels=tuple(map(move, way.labels)))
-        found = self._of(at.inputs()[i], own)
+    def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
+        own = way._replace(all_marks=tuple(map(move, way.all_marks)))
+        found = self._of(eqn.inputs()[i], own)
         # An index picks one kernel of a stack, but reads all rows of a position table.
-        is_stack = i == 0 and self._facts.of(at.output()).is_weight
-        if at.name in ("dynamic_slice", "gather") and is_stack and _is_any(at):
+        is_stack = i == 0 and self._facts.of(eqn.output()).is_weight
+        if eqn.name in ("dynamic_slice", "gather") and is_stack and _is_any(eqn):
             picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
             return tuple(picked)
         return found
 
-    def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
+    def _met(self, eqn: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
         """Notes this equation in the factors that were still a parameter here."""
-        event = self._facts.event(at)
+        event = self._facts.event(eqn)
         if not (fact.is_weight and (event or is_kernel)):
             return found
 
@@ -180,15 +184,15 @@ class Scaling:
         return tuple(s.changed(of) for s in found)
 
     def _product(
-        self, at: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
+        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
     ) -> Iterable[Summand]:
         """Multiplies each summand of one operand with each summand of the other."""
-        is_matrix, is_quotient = at.name in PRODUCTS, at.name == "div"
+        is_matrix, is_quotient = eqn.name in PRODUCTS, eqn.name == "div"
 
         def side(i: int, deeper: int = 0) -> Sum:
             own = way._replace(depth=way.depth + deeper)
-            found = self._operand(at, i, back[i], own)
-            found = self._met(at, facts[i], found, is_matrix and facts[i].is_weight)
+            found = self._operand(eqn, i, back[i], own)
+            found = self._met(eqn, facts[i], found, is_matrix and facts[i].is_weight)
             if is_quotient and i == 1:
                 return (unscaled(found, NORMED),)
             other = facts[1 - i]
@@ -204,8 +208,8 @@ class Scaling:
         one, two = (1, 0) if is_second else (0, 1)
         first = side(one)
         if is_weight[one] and is_matrix and first and all(s.linear for s in first):
-            other = tuple(map(back[two], way.labels))
-            if all(way.is_last(s.linear[0].labels, other) for s in first):
+            other = tuple(map(back[two], way.all_marks))
+            if all(way.is_last(s.linear[0].all_marks, other) for s in first):
                 return first
         # The factor of a norm depends on nothing but the array that it normalizes.
         is_norm = not (
@@ -221,11 +225,11 @@ class Scaling:
         pairs = itertools.product(first, second)
         return [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
 
-    def _finite_case(self, at: Eqn) -> int | None:
+    def _finite_case(self, eqn: Eqn) -> int | None:
         """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
         # The operands of `select_n` are the condition, the case for False, for True.
-        made = self._graph.made_by(at.inputs()[0])
-        if len(made) != 1 or len(at.eqn.invars) != 3:
+        made = self._graph.made_by(eqn.inputs()[0])
+        if len(made) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
             return None
         test, args = made[0], made[0].inputs()
         if test.name == "is_finite":
@@ -269,8 +273,8 @@ def summed(summands: Iterable[Summand]) -> Sum:
     """Returns a sum in which summands with the same factors are merged."""
     found: dict[Any, Summand] = {}
     for s in summands:
-        # Merging x with mean(x) would hide along which axes the labels of x vary.
-        axes = ([n > 1 for x in f.labels for n in x.shape] for f in s.factors)
+        # Merging x with mean(x) would hide along which axes the marks of x vary.
+        axes = ([n > 1 for x in f.all_marks for n in x.shape] for f in s.factors)
         own = ((f[0], *f[2:5], *of) for f, of in zip(s.factors, axes, strict=True))
         key = tuple(own) or s.why
         if key in found:
@@ -283,19 +287,21 @@ def summed(summands: Iterable[Summand]) -> Sum:
 
 
 def _joined(a: Factor, b: Factor) -> Factor:
-    labels = tuple(either(x, y) for x, y in zip(a.labels, b.labels, strict=True))
+    all_marks = tuple(
+        union_of(x, y) for x, y in zip(a.all_marks, b.all_marks, strict=True)
+    )
     return b._replace(
-        labels=labels,
+        all_marks=all_marks,
         is_linear=a.is_linear and b.is_linear,
         is_kernel=a.is_kernel or b.is_kernel,
         is_picked=a.is_picked or b.is_picked,
     )
 
 
-def _is_any(at: Eqn) -> bool:
+def _is_any(eqn: Eqn) -> bool:
     """Returns whether an index with unknown value picks one entry of a parameter."""
-    of, *starts = at.inputs()
-    if at.name == "gather":
+    of, *starts = eqn.inputs()
+    if eqn.name == "gather":
         return starts[0].number is None
-    dims = zip(at.output().shape, of.shape, starts, strict=True)
+    dims = zip(eqn.output().shape, of.shape, starts, strict=True)
     return any(n == 1 < m and x.number is None for n, m, x in dims)

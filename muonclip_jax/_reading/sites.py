@@ -18,47 +18,47 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .facts import members
 from .graph import Atom, Eqn
-from .heads import Heads, Refused
+from .heads import HeadMap, Refused
 from .jaxprs import Address
-from .labels import joined_but, marks
+from .marks import numbered, union_but
 from .primitives import moves
-from .softmaxes import Path, Product, Softmaxes
+from .softmaxes import Product, Route, Softmaxes
 
 
 @dataclasses.dataclass
 class Site:
     """An equation that has logits as an operand, and their layout there.
 
-    - `at`: the equation; `operand` is the index of the logits.
+    - `eqn`: the equation; `operand` is the index of the logits.
     - `axes`: the axes along which the equation takes their maximum, if it does.
     - `dims`: the dimensions of the heads.
     - `rows`: for each head, the indices of its entries of `dims`, in C order.
     - `boxes`: if the operand holds more than logits, such as a sink, the parts that are
         logits: a slice along each dimension.
     - `factor`: the factor of the logits between here and the exponential.
-    - `way`: if a softcap or a bias follows the products, the equations from the
+    - `biases`: if a softcap or a bias follows the products, the equations from the
         products to here, each with the operands that are a bias.
     - `added`: the lines that add a bias made by parameters, with these parameters.
     """
 
-    at: Eqn
+    eqn: Eqn
     axes: tuple[int, ...] = ()
     operand: int = 0
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
     boxes: list[tuple[slice, ...]] = dataclasses.field(default_factory=list)
     factor: float = 1.0
-    way: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
+    biases: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
     added: dict[str, set[int]] = dataclasses.field(default_factory=dict)
 
     @property
     def atom(self) -> Atom:
         """The logits."""
-        return self.at.inputs()[self.operand]
+        return self.eqn.inputs()[self.operand]
 
     def largest(self, x: Any) -> jax.Array:
         """Returns the maximum of the logits of every head, `(heads,)`."""
-        if jaxprs.is_statistic(self.at.eqn):
+        if jaxprs.is_statistic(self.eqn.jaxpr_eqn):
             return x
         x = jax.lax.stop_gradient(x)
         if not self.boxes and not {*self.dims} & {*self.axes}:
@@ -79,12 +79,12 @@ class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
-Read = Sequence[tuple[Product, Heads]]
+Read = Sequence[tuple[Product, HeadMap]]
 
 
 def sites_of(
     reader: Softmaxes, read: Read, exps: Sequence[Eqn], bits: int
-) -> tuple[list[Site], list[Path]]:
+) -> tuple[list[Site], list[Route]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
     There is one site if all logits are joined, and one for each tile of keys if not.
@@ -92,14 +92,14 @@ def sites_of(
     if named := _statistic(reader, read[-1][0]):
         return [named], []
     sites: dict[Atom, Site] = {}
-    ways: list[Path] = []
+    ways: list[Route] = []
     left = bits
     for exp in exps:
         site = _entrance(reader, exp, bits)
         if site is None or site.atom in sites:
             continue
         fact = reader.facts.of(site.atom)
-        here = [x for x in read if reader.facts.product(x[0].at) & fact.products]
+        here = [x for x in read if reader.facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
             ways += _ways(reader, here, site, bits)
@@ -112,16 +112,16 @@ def sites_of(
 _LOST = "could not be followed into the softmax"
 
 
-def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
+def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
-    atom, bits_of = site.atom, [reader.facts.product(x.at) for x, _ in read]
-    labels, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
-    if labels is None:
+    atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in read]
+    all_marks, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
+    if all_marks is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
     # Some of these entries may belong to no head, which `is_varied` would not see.
-    marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
+    marked = [{*union_but(x, of_heads).ravel().tolist()} for x in all_marks]
     dims = enumerate(zip(atom.shape, marked, strict=False))
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
     site.rows, path = _rows(reader, site, product, heads)
@@ -144,36 +144,36 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
 
 
 def _note_biases(
-    reader: Softmaxes, site: Site, ways: Sequence[Path], bits: int
+    reader: Softmaxes, site: Site, ways: Sequence[Route], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
-    every = [at for path in ways for at in path.way]
-    way: dict[Address, set[int]] = {at.at: set() for at in every}
-    for at, i in (added for path in ways for added in path.added):
-        fact = reader.facts.of(at.inputs()[i])
+    every = [eqn for path in ways for eqn in path.eqns]
+    way: dict[Address, set[int]] = {eqn.address: set() for eqn in every}
+    for eqn, i in (added for path in ways for added in path.added):
+        fact = reader.facts.of(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
-            way[at.at].add(i)
+            way[eqn.address].add(i)
             one = -1 if fact.sole is None else fact.sole
             if made := members(fact.leaves) if one < 0 else [one]:
-                site.added.setdefault(at.line, set()).update(made)
-    if any(way.values()) or any(at.name == "tanh" for at in every):
-        site.way = way
+                site.added.setdefault(eqn.line, set()).update(made)
+    if any(way.values()) or any(eqn.name == "tanh" for eqn in every):
+        site.biases = way
 
 
 def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     """Returns the equation that names a kernel's maxima as the statistic, if any."""
-    frame = product.at.frame
+    frame = product.eqn.frame
     while frame.kind != "kernel":
         if frame.caller is None:
             return None
         frame = frame.caller.frame
     call: Any = frame.caller
-    rule: Any = kernels.rule_of(call.eqn)
-    for at in reader.equations if isinstance(rule.maxima, int) else ():
-        if jaxprs.is_statistic(at.eqn):
-            (atom,) = at.inputs()
-            if any(x.at is call for x in reader.graph.walk(atom, atom.whole)):
-                return Site(at)
+    rule: Any = kernels.rule_of(call.jaxpr_eqn)
+    for eqn in reader.equations if isinstance(rule.maxima, int) else ():
+        if jaxprs.is_statistic(eqn.jaxpr_eqn):
+            (atom,) = eqn.inputs()
+            if any(x.eqn is call for x in reader.graph.walk(atom, atom.whole)):
+                return Site(eqn)
     return None
 
 
@@ -181,42 +181,42 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """Goes back from an exponential to its operand before it was shifted.
 
     A softmax subtracts the maximum of its logits, their log-sum-exp, or any other
-    number that all logits of a query share. Returns `None` if the exponential is taken
-    of such numbers alone: it then rescales earlier sums to a new maximum.
+    number that all logits of a query share. Returns `None` if the operand has no
+    logits: `exp(old_max - new_max)` rescales earlier sums to a new maximum.
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
-    found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
+    found = Site(exp, factor=factor, operand=len(exp.jaxpr_eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
         made = reader.graph.made_by(atom)
         if len(made) != 1 or reader.facts.product(made[0]) & bits:
             return found
-        (at,), inputs = made, made[0].inputs()
-        facts = reader.facts.inputs(at)
+        (eqn,), inputs = made, made[0].inputs()
+        facts = reader.facts.inputs(eqn)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if at.name == "log" or (at.name == "max" and len(own) > 1):
+        if eqn.name == "log" or (eqn.name == "max" and len(own) > 1):
             return None
-        if not own or not moves(at, 0):
+        if not own or not moves(eqn, 0):
             return found
-        if at.name in ("mul", "div") and len(own) > 1:
+        if eqn.name in ("mul", "div") and len(own) > 1:
             return found  # logits divided by their own spread are not shifted
-        if at.name == "sub" and own[0] == 0:
+        if eqn.name == "sub" and own[0] == 0:
             if maxima := reader.maxima(inputs[1], facts[0].products & bits):
-                axes = tuple(maxima[0].eqn.params["axes"])
+                axes = tuple(maxima[0].jaxpr_eqn.params["axes"])
                 found = Site(maxima[0], axes, factor=factor)
             elif own == [0, 1] or reader.maxima(inputs[1], bits):
-                found = Site(at, factor=factor)
-        elif at.name in ("mul", "div") and len(own) == 1:
+                found = Site(eqn, factor=factor)
+        elif eqn.name in ("mul", "div") and len(own) == 1:
             number = inputs[1 - own[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
-            factor = factor * number if at.name == "mul" else factor / number
-        atom = inputs[own[-1] if at.name == "select_n" else own[0]]
+            factor = factor * number if eqn.name == "mul" else factor / number
+        atom = inputs[own[-1] if eqn.name == "select_n" else own[0]]
 
 
 def _rows(
-    reader: Softmaxes, site: Site, product: Product, heads: Heads
-) -> tuple[np.ndarray, Path]:
+    reader: Softmaxes, site: Site, product: Product, heads: HeadMap
+) -> tuple[np.ndarray, Route]:
     """Returns `Site.rows` for a product, and the path from the product to the site."""
     atom = site.atom
     count = math.prod(atom.shape[d] for d in site.dims)
@@ -227,16 +227,16 @@ def _rows(
     if count > 1 << 14:
         raise Unclear(cannot)
     own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
-    label = marks(1, 0, count, exact=True).reshape([1] * atom.lead + own)
-    bit = reader.facts.product(product.at)
-    labels, path = reader.to_product(atom, (label,), bit)
-    assert labels is not None
+    marks = numbered(1, 0, count, exact=True).reshape([1] * atom.lead + own)
+    bit = reader.facts.product(product.eqn)
+    all_marks, path = reader.to_product(atom, (marks,), bit)
+    assert all_marks is not None
     # Each product has its own axes of heads: one with skewed relative positions may
     # order them differently.
-    found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
-    local = heads.label
+    found = union_but(all_marks[0], [a for a in heads.axes if a >= product.lead])
+    local = heads.marks
     # On a mesh each device has its own heads: take those of the first device.
-    for lead_of in product.at.frame.lead:
+    for lead_of in product.eqn.frame.lead:
         if lead_of.axis in heads.axes:
             local = local.take([0], lead_of.axis)
     of: dict[int, int] = {}
@@ -246,8 +246,9 @@ def _rows(
     rows = [members(of[head]) for head in sorted(of)]
     if any(rows) and not all(rows):
         raise Refused(
-            f"the logits of only some heads enter the softmax at {site.at.line}: split "
-            "query and key by heads before their product, and not their logits"
+            "the logits of only some heads enter the softmax at "
+            f"{site.eqn.line}: split query and key by heads before their product, and "
+            "not their logits"
         )
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
     if not is_apart or len({*map(len, rows)}) != 1:
@@ -260,9 +261,9 @@ def _box(reader: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
     box = [slice(None)] * len(site.atom.shape)
     for d, n in enumerate(site.atom.shape):
         # Float marks are joined by their maximum: marks n and -n give both ends.
-        up = site.atom.along(d, np.arange(n, dtype=float))
-        labels, _ = reader.to_product(site.atom, (up, -up), bit)
-        if labels is not None and n > 1 and d not in site.dims:
-            low, high = -int(labels[1].max()), int(labels[0].max()) + 1
+        up = site.atom.marked(d, np.arange(n, dtype=float))
+        all_marks, _ = reader.to_product(site.atom, (up, -up), bit)
+        if all_marks is not None and n > 1 and d not in site.dims:
+            low, high = -int(all_marks[1].max()), int(all_marks[0].max()) + 1
             box[d] = slice(None) if (low, high) == (0, n) else slice(low, high)
     return tuple(box)

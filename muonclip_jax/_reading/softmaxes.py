@@ -1,7 +1,7 @@
 """Finds attention: products that are normalized and then weigh activations.
 
 A product of query and key becomes weights when its exponential is divided by a sum of
-such exponentials. From there, labels are followed back to the product. `suspicion`
+such exponentials. From there, marks are followed back to the product. `suspicion`
 names the attention that has another form.
 """
 
@@ -11,36 +11,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels, Origin
+from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .jaxprs import names
-from .labels import along, either, is_varied, Label, marks, moved, small
+from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
-# They divide by their last operand or a power of it, as `exp(logits - log(sum))` does.
+# Equations that can divide by a sum: `x / sum`, `sum**-1`, `exp(x - log(sum))`.
 _DIVIDES = names("div integer_pow exp exp2 pow")
 
 
 class Product(NamedTuple):
     """A product of query and key, as it enters a softmax."""
 
-    at: Eqn
-    keys: frozenset[int]  # the axes of its labels along which the softmax sums
+    eqn: Eqn
+    keys: frozenset[int]  # the axes of its marks along which the softmax sums
     # For each operand, the product's dimension that each operand dimension becomes.
     to: list[list[int | None]]
     over: list[tuple[int, int]]  # pairs of operand dimensions that it sums over
-    # For each operand, the axes of the labels that it alone has.
+    # For each operand, the axes of the marks that it alone has.
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
     def lead(self) -> int:
-        return self.at.output().lead
+        return self.eqn.output().lead
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Returns the size of each axis of its labels."""
-        every = *(x.size for x in self.at.frame.lead), *self.at.output().shape
+        """Returns the size of each axis of its marks."""
+        every = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
         return dict(enumerate(every))
 
     @property
@@ -49,25 +49,25 @@ class Product(NamedTuple):
         return [bool(self.keys) and self.keys <= x for x in self.free]
 
     def operand(self, i: int) -> Atom:
-        return self.at.inputs()[i]
+        return self.eqn.inputs()[i]
 
-    def side(self, i: int, label: Label) -> Label:
-        """Returns the label of an operand from the label of the product."""
-        return small(moved(label, self.lead, self.to[i]))
+    def side(self, i: int, marks: Marks) -> Marks:
+        """Returns the marks of an operand from the marks of the product."""
+        return small(moved(marks, self.lead, self.to[i]))
 
-    def over_of(self, i: int) -> Labels:
+    def over_of(self, i: int) -> AllMarks:
         """Returns marks along the dimensions of an operand that are summed over."""
         atom, dims = self.operand(i), [pair[i] for pair in self.over]
-        return atom.marks(d for d in dims if atom.shape[d] > 1)
+        return atom.numbered(d for d in dims if atom.shape[d] > 1)
 
 
 @dataclasses.dataclass
-class Path:
+class Route:
     """The equations between a product and an array that was computed from it."""
 
-    way: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
-    # Multiplications and divisions, the index of the factor, and the result's labels.
-    factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
+    eqns: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
+    # Multiplications and divisions, the index of the factor, and the result's marks.
+    factors: list[tuple[Eqn, int, AllMarks]] = dataclasses.field(default_factory=list)
     # Sums, and the index of the operand that the product has no part in.
     added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
     nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
@@ -91,35 +91,35 @@ class Softmax(NamedTuple):
     is_summed: bool = True  # the division by a sum was found
 
 
-def exponent(at: Eqn) -> int | None:
+def exponent(eqn: Eqn) -> int | None:
     """Returns the index of the exponent, or `None` for other equations."""
-    if at.name in ("exp", "exp2"):
+    if eqn.name in ("exp", "exp2"):
         return 0
-    if at.name == "pow" and isinstance(at.inputs()[0].number, int | float):
+    if eqn.name == "pow" and isinstance(eqn.inputs()[0].number, int | float):
         return 1
     return None
 
 
-def _summed(at: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _summed(eqn: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields the operands whose entries an equation sums, and along which axes."""
-    params, inputs = at.eqn.params, at.inputs()
-    if at.name == "reduce_sum":
+    params, inputs = eqn.jaxpr_eqn.params, eqn.inputs()
+    if eqn.name == "reduce_sum":
         yield 0, tuple(params["axes"])
-    elif at.name == "cumsum":
+    elif eqn.name == "cumsum":
         yield 0, (params["axis"],)
-    elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
+    elif eqn.name in ("scatter-add", "scatter_add"):  # over edges of a graph
         kept = params["dimension_numbers"].update_window_dims
         yield -1, tuple(d for d in range(len(inputs[-1].shape)) if d not in kept)
-    elif at.contracted:  # with ones, or a mask
+    elif eqn.contracted:  # with ones, or a mask
         for i in (0, 1):
             if not facts[1 - i].leaves:
-                yield i, tuple(pair[i] for pair in at.contracted)
+                yield i, tuple(pair[i] for pair in eqn.contracted)
 
 
-def dimensions_in(label: Label, at: Eqn) -> set[int]:
-    """Returns the dimensions of an equation's result along which a label varies."""
-    lead = len(at.frame.lead)
-    lines = [along(label, lead + d) for d in range(len(at.output().shape))]
+def dimensions_in(marks: Marks, eqn: Eqn) -> set[int]:
+    """Returns the dimensions of an equation's result along which marks vary."""
+    lead = len(eqn.frame.lead)
+    lines = [marks_along(marks, lead + d) for d in range(len(eqn.output().shape))]
     # A slice that leaves zeros around equal marks does not count.
     is_in = [len(x) > 1 and (is_varied(x) or bool(x.all())) for x in lines]
     return {d for d, x in enumerate(is_in) if x}
@@ -141,27 +141,27 @@ class Softmaxes:
 
     def _sums(self) -> Iterator[tuple[int, Over]]:
         """Yields products with the arrays and axes that sum their exponentials."""
-        for at in self.equations:
-            if at.name in ("add", "add_any"):  # piece by piece, or key by key
-                one, two = (x.alone for x in self.facts.inputs(at))
+        for eqn in self.equations:
+            if eqn.name in ("add", "add_any"):  # piece by piece, or key by key
+                one, two = (x.alone for x in self.facts.inputs(eqn))
                 if one and two:
-                    yield one | two, (at.inputs()[0], ())
-            for i, axes in _summed(at, self.facts.inputs(at)):
-                if bits := self.facts.of(at.inputs()[i]).unshared:
-                    yield bits, (at.inputs()[i], axes)
+                    yield one | two, (eqn.inputs()[0], ())
+            for i, axes in _summed(eqn, self.facts.inputs(eqn)):
+                if bits := self.facts.of(eqn.inputs()[i]).unshared:
+                    yield bits, (eqn.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
         """Yields the groups of products that are normalized and weigh activations."""
         weighed: list[tuple[int, Place]] = []
         exps: dict[int, list[Eqn]] = {}
-        for at in self.equations:
-            if at.inside:
+        for eqn in self.equations:
+            if eqn.inside:
                 continue
-            facts = self.facts.inputs(at)
-            if (i := exponent(at)) is not None and facts[i].products:
-                exps.setdefault(facts[i].products, []).append(at)
-            elif at.name in PRODUCTS or at.name == "mul":
-                weighed += self._weighs(at, facts)
+            facts = self.facts.inputs(eqn)
+            if (i := exponent(eqn)) is not None and facts[i].products:
+                exps.setdefault(facts[i].products, []).append(eqn)
+            elif eqn.name in PRODUCTS or eqn.name == "mul":
+                weighed += self._weighs(eqn, facts)
         seen = 0
         for bits, own in self._together(exps):
             places = [x for b, x in weighed if b & bits]
@@ -176,7 +176,7 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (at.inputs()[-1] for at in self.equations if at.name in _DIVIDES)
+        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.name in _DIVIDES)
         facts = map(self.facts.of, by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
@@ -188,10 +188,10 @@ class Softmaxes:
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the dimensions of a product in each axis; `[]` if they are lost."""
-        labels, _ = self.to_product(atom, atom.each(), bit)
-        return [dimensions_in(x, self.facts.products[bit]) for x in labels or ()]
+        all_marks, _ = self.to_product(atom, atom.each(), bit)
+        return [dimensions_in(x, self.facts.products[bit]) for x in all_marks or ()]
 
-    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
+    def _weighs(self, eqn: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """Yields the products whose exponentials weigh other activations here."""
         for i in (0, 1):
             mine, other = facts[i], facts[1 - i]
@@ -199,90 +199,91 @@ class Softmaxes:
             if not own or own & (other.weights | other.products):
                 continue
             # An entrywise weight is repeated along a dimension, so it weighs a vector.
-            is_vector = self.is_repeated(at, i) and bool(own & self.summed)
-            if (other.is_deep or other.has_data) and (at.contracted or is_vector):
-                yield own, (at, i)
+            is_vector = self.is_repeated(eqn, i) and bool(own & self.summed)
+            if (other.is_deep or other.has_data) and (eqn.contracted or is_vector):
+                yield own, (eqn, i)
 
-    def _over(self, at: Eqn, i: int) -> Over:
+    def _over(self, eqn: Eqn, i: int) -> Over:
         """Returns the weights and the axes that they share with the values."""
-        if at.contracted:
-            return at.inputs()[i], tuple(pair[i] for pair in at.contracted)
-        to = self.to(at)
+        if eqn.contracted:
+            return eqn.inputs()[i], tuple(pair[i] for pair in eqn.contracted)
+        to = self.to(eqn)
         both = shared(to)
-        return at.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
+        return eqn.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
 
-    def to(self, at: Eqn) -> list[list[int | None]]:
+    def to(self, eqn: Eqn) -> list[list[int | None]]:
         """Returns the product's dimension that each operand dimension becomes.
 
         In an entrywise product, dimensions of repeated entries have `None`.
         """
-        if at.name in PRODUCTS:
-            return at.to
+        if eqn.name in PRODUCTS:
+            return eqn.to
         found: list[list[int | None]] = []
-        out = at.output().shape
-        for x in at.inputs():
+        out = eqn.output().shape
+        for x in eqn.inputs():
             same, sizes = self.graph.copied(x), zip(x.shape, out, strict=False)
             is_own = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
             found.append([d if own else None for d, own in enumerate(is_own)])
         return found
 
-    def is_repeated(self, at: Eqn, i: int) -> bool:
+    def is_repeated(self, eqn: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""
-        atom = at.inputs()[i]
-        return atom.shape != at.output().shape or bool(self.graph.copied(atom))
+        atom = eqn.inputs()[i]
+        return atom.shape != eqn.output().shape or bool(self.graph.copied(atom))
 
     # From the softmax to its products.
 
     def to_product(
-        self, atom: Atom, labels: Labels, bit: int
-    ) -> tuple[Labels | None, "Path"]:
-        """Follows an array back to a product: its labels, or `None`, and the path."""
-        found: list[Labels] = []
-        path, target = Path(), self.facts.products[bit]
+        self, atom: Atom, all_marks: AllMarks, bit: int
+    ) -> tuple[AllMarks | None, "Route"]:
+        """Follows an array back to a product: its marks, or `None`, and the path."""
+        found: list[AllMarks] = []
+        path, target = Route(), self.facts.products[bit]
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if (at := origin.at) is None:
+            if (eqn := origin.eqn) is None:
                 return []
-            if at is target:
-                found.append(origin.labels)
+            if eqn is target:
+                found.append(origin.all_marks)
                 return []
-            back, facts = [i for i, _ in moves(at, origin.k)], self.facts.inputs(at)
-            path.way.append(at)
+            back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
+            path.eqns.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
-            if at.name in ("mul", "div") and len(linear) == 1:
-                path.factors.append((at, 1 - linear[0], origin.labels))
-            elif at.name == "tanh":
+            if eqn.name in ("mul", "div") and len(linear) == 1:
+                path.factors.append((eqn, 1 - linear[0], origin.all_marks))
+            elif eqn.name == "tanh":
                 pass  # a softcap: the logits are taken before it
-            elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                path.nonlinear.append(at)  # such as a product with itself
-            elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
-                path.joins.append(at)
-            elif at.name in ("add", "sub", "add_any"):
-                path.added += [(at, i) for i in sorted({*back} - {*linear})]
+            elif (eqn.name in ELEMENTWISE and exponent(eqn) is None) or not back:
+                path.nonlinear.append(eqn)  # such as a product with itself
+            elif eqn.name in ("concatenate", "pad", "dynamic_update_slice"):
+                path.joins.append(eqn)
+            elif eqn.name in ("add", "sub", "add_any"):
+                path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
             return [(i, None) for i in linear]
 
-        self.graph.back(atom, labels, ahead)
-        joined = [functools.reduce(either, x) for x in zip(*found, strict=True)]
-        return tuple(joined) or None, path
+        self.graph.back(atom, all_marks, ahead)
+        merged = [functools.reduce(union_of, x) for x in zip(*found, strict=True)]
+        return tuple(merged) or None, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
         found: list[Eqn] = []
 
-        def follow(at: Eqn, k: int) -> Iterable[int]:
-            if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
-                found.append(at)
-            elif at.name not in PRODUCTS and at.name != "reduce_sum":
-                return range(len(at.eqn.invars))
+        def follow(eqn: Eqn, k: int) -> Iterable[int]:
+            if eqn.name == "reduce_max" and self.facts.inputs(eqn)[0].products & bits:
+                found.append(eqn)
+            elif eqn.name not in PRODUCTS and eqn.name != "reduce_sum":
+                return range(len(eqn.jaxpr_eqn.invars))
             return ()
 
         self.graph.walk(atom, atom.whole, follow)
         return found
 
-    def _product(self, at: Eqn, softmax: Softmax) -> Product:
+    def _product(self, eqn: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
-        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
-        to = self.to(at)
+        bit, lead = self.facts.product(eqn), len(eqn.frame.lead)
+        dims = eqn.output().shape
+        to = self.to(eqn)
         own = [frozenset(lead + d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         found: list[frozenset[int]] = []
@@ -290,34 +291,32 @@ class Softmaxes:
         for atom, axes in softmax.over:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
-            along = self._along(bit, atom)
-            if along:
-                kept.update(*along)
-                # Sorted entries lose their labels: the axis gets the remaining ones.
+            of_axis = self._along(bit, atom)
+            if of_axis:
+                kept.update(*of_axis)
+                # Sorted entries lose their marks: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
-                of_axes = (
-                    along[a] or (left if atom.shape[a] > 1 else ()) for a in axes
-                )
-                found.append(frozenset(lead + d for x in of_axes for d in x))
-        if at.name in ("mul", "sub"):
+                own = (of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
+                found.append(frozenset(lead + d for x in own for d in x))
+        if eqn.name in ("mul", "sub"):
             # Shared dimensions that reach no axis afterwards were summed over.
             over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
         else:
-            over = at.contracted
+            over = eqn.contracted
         # The logits may have several softmaxes: prefer one over axes of one side alone.
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
-            a, b = (self._trips(x) for x in at.inputs())
+            a, b = (self._trips(x) for x in eqn.inputs())
             weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
-            loops = {x.of: x.axis for x in at.frame.lead if x.of in a ^ b}
+            loops = {x.of: x.axis for x in eqn.frame.lead if x.of in a ^ b}
             one, two = ({loops[x] for x in own if x in loops} for own in (a, b))
             free = free[0] | one, free[1] | two
             own = set().union(*weighed) & {*loops}
             keys = frozenset(loops[x] for x in own) or keys
-        return Product(at, keys, to, over, free)
+        return Product(eqn, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
         """Returns the loops in which each trip uses another slice of an array."""
@@ -325,25 +324,25 @@ class Softmaxes:
         found: set[Any] = set()
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            back = moves(origin.at, origin.k) if origin.at else []
+            back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
-                pairs = zip(loops, origin.labels, strict=True)
-                found.update(x.of for x, label in pairs if is_varied(label))
+                pairs = zip(loops, origin.all_marks, strict=True)
+                found.update(x.of for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
-        labels = tuple(marks(atom.rank, x.axis, x.size) for x in loops)
-        self.graph.back(atom, labels, ahead)
+        all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
+        self.graph.back(atom, all_marks, ahead)
         return found
 
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
         bits, products = softmax.bits, self.facts.products.items()
-        every = [self._product(at, softmax) for bit, at in products if bit & bits]
+        every = [self._product(eqn, softmax) for bit, eqn in products if bit & bits]
         every = [p for p in every if p.over]
-        own = [p for p in every if self._is_of_activations(p.at)]
+        own = [p for p in every if self._is_of_activations(p.eqn)]
         # The inputs of query and key may enter the softmax again, for example squared.
-        past = union(f.events for p in own for f in self.facts.inputs(p.at))
-        more = [p for p in every if own and not self.facts.event(p.at) & past]
+        past = union(f.events for p in own for f in self.facts.inputs(p.eqn))
+        more = [p for p in every if own and not self.facts.event(p.eqn) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
         # Logits with keys that are plain data may be divided by the same sum.
         own += [p for p in more if p not in own and self._is_of_data(p)]
@@ -356,28 +355,28 @@ class Softmaxes:
             if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
         ]
 
-    def _is_of_activations(self, at: Eqn) -> bool:
-        a, b = self.facts.inputs(at)[:2]
-        is_weighted = self.facts.weight_of(at) is not None
+    def _is_of_activations(self, eqn: Eqn) -> bool:
+        a, b = self.facts.inputs(eqn)[:2]
+        is_weighted = self.facts.weight_of(eqn) is not None
         return bool(a.leaves and b.leaves) and not is_weighted
 
     def _is_of_data(self, product: Product) -> bool:
         """Returns whether one side is data that no parameter changed."""
-        facts = self.facts.inputs(product.at)[:2]
+        facts = self.facts.inputs(product.eqn)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         return is_of_data and any(f.is_deep for f in facts)
 
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""
-        bit = self.facts.product(product.at)
-        for at, i in softmax.places if softmax.is_summed else ():
-            to, (atom, axes) = self.to(at), self._over(at, i)
+        bit = self.facts.product(product.eqn)
+        for eqn, i in softmax.places if softmax.is_summed else ():
+            to, (atom, axes) = self.to(eqn), self._over(eqn, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
-            along = self._along(bit, atom)
-            keys = {product.lead + d for a in axes if along for d in along[a]}
+            dims = self._along(bit, atom)
+            keys = {product.lead + d for a in axes if dims for d in dims[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
-            if is_over and any(at.output().shape[d] > 1 for d in own):
+            if is_over and any(eqn.output().shape[d] > 1 for d in own):
                 return True
         return False
 
@@ -386,7 +385,7 @@ class Softmaxes:
 
         If the activations already have both queries and keys, the product is a bias.
         """
-        i = self.facts.weight_of(product.at)
+        i = self.facts.weight_of(product.eqn)
         keys = product.keys
         return i is not None and (not keys or bool(keys & product.free[i]))
 
@@ -396,10 +395,10 @@ class Softmaxes:
         The softmax is then along positions of the activations; a router's softmax is
         along the outputs of its kernel. Learned queries are several, or have a kernel.
         """
-        i = self.facts.weight_of(product.at)
-        if i is None or product.at.name == "mul":
+        i = self.facts.weight_of(product.eqn)
+        if i is None or product.eqn.name == "mul":
             return False
-        fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
+        fact, other = (self.facts.of(product.eqn.inputs()[j]) for j in (i, 1 - i))
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
         is_many = any(product.sizes[a] > 1 for a in product.free[i])
         return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)

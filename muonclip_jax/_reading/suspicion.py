@@ -44,7 +44,7 @@ class Taint(NamedTuple):
 _COPY, _ARRAY = Taint(), Taint(varied=1)
 
 
-class Product(NamedTuple):
+class Suspect(NamedTuple):
     """A product of two activations, or the result of mixing its entries."""
 
     eqn: Eqn
@@ -57,8 +57,8 @@ _SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
 _ENDS = ALGEBRA | names(
     "reduce_max reduce_min argmax argmin reduce_and reduce_or cummax cummin pmax pmin"
 )
-_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
-_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _LINEAR
+_KEEPS_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
+_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _KEEPS_LINEAR
 _CONV = "conv_general_dilated"
 
 
@@ -109,7 +109,7 @@ class _Suspicion(Forward[Taint]):
         super().__init__(_COPY)
         self._reader, self._facts, self._read = reader, reader.facts, read
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
-        self.products: dict[int, Product] = {}  # by their bit
+        self.products: dict[int, Suspect] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # The equations and operands that weigh the other operand, with their products.
         self.sites: dict[tuple[Eqn, int], int] = {}
@@ -123,23 +123,23 @@ class _Suspicion(Forward[Taint]):
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
-    def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
-        is_made = value.all and is_choice(at, atom)
+    def result(self, eqn: Eqn, atom: Atom, value: Taint) -> Taint:
+        is_made = value.all and is_choice(eqn, atom)
         return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
 
     # Equations.
 
-    def primitive(self, at: Eqn) -> Taint:
-        name, taints = at.name, self.inputs(at)
-        if name in PRODUCTS and not self._is_of_two(at):
-            return self.either([self._through(at, i, taints[i]) for i in (0, 1)])
+    def primitive(self, eqn: Eqn) -> Taint:
+        name, taints = eqn.name, self.inputs(eqn)
+        if name in PRODUCTS and not self._is_of_two(eqn):
+            return self.either([self._through(eqn, i, taints[i]) for i in (0, 1)])
         out = self.either(taints)
         if name == "mul":
             a, b = taints
             bent = a.linear & (b.linear | b.choice) | b.linear & a.choice
             out = out._replace(bent=out.bent | bent, choice=0)
-        if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(at)):
-            return self._of_two(at, taints, out)
+        if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(eqn)):
+            return self._of_two(eqn, taints, out)
         if name in ("broadcast_in_dim", "tile"):
             return out._replace(varied=0)
         if not any(out[:-1]) or name in _ENDS:
@@ -154,89 +154,89 @@ class _Suspicion(Forward[Taint]):
             bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
             return a._replace(bent=bent, totals=totals)
         if name in _SUMS:
-            out = self._summed(at, out)
-        if exponent(at) is not None or name == "expm1":
+            out = self._summed(eqn, out)
+        if exponent(eqn) is not None or name == "expm1":
             return out.nonlinear()._replace(exponential=out.bent | out.linear)
         if name in ("log", "log1p"):  # a softplus or a log-softmax
             return out.nonlinear()._replace(exponential=0)
         return out.nonlinear() if name in _BENDS else out
 
-    def _is_of_two(self, at: Eqn) -> bool:
+    def _is_of_two(self, eqn: Eqn) -> bool:
         """Returns whether both operands are activations that depend on parameters."""
-        facts, (x, y) = self._facts.inputs(at)[:2], at.inputs()[:2]
-        if at.name not in PRODUCTS:
+        facts, (x, y) = self._facts.inputs(eqn)[:2], eqn.inputs()[:2]
+        if eqn.name not in PRODUCTS:
             return x.var is not y.var and all(f.is_deep for f in facts)
-        return all(f.leaves for f in facts) and self._facts.weight_of(at) is None
+        return all(f.leaves for f in facts) and self._facts.weight_of(eqn) is None
 
-    def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
+    def _of_two(self, eqn: Eqn, taints: list[Taint], out: Taint) -> Taint:
         """Combines two activations; one of them may weigh the other."""
-        is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
+        is_product, is_bent = eqn.name != "sub", taints[0].bent | taints[1].bent
         # An entrywise outer product repeats both operands, each along other axes.
-        is_alike = at.name not in PRODUCTS and any(x.varied for x in taints)
-        a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
+        is_alike = eqn.name not in PRODUCTS and any(x.varied for x in taints)
+        a, b = (set(), set()) if is_alike and not is_bent else self._sides(eqn)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
-            if not (at.contracted or other - own):
+            if not (eqn.contracted or other - own):
                 # Without an exponential, weights for each entry are gates or norms.
                 bits &= taints[i].exponential if own - other else 0
             if not taints[1 - i].linear | taints[1 - i].bent:
-                self._met(at, i, bits, taints[i])
-        if is_product and (at.contracted or at.name == _CONV):
-            return _ARRAY._replace(linear=self._born(at))
+                self._met(eqn, i, bits, taints[i])
+        if is_product and (eqn.contracted or eqn.name == _CONV):
+            return _ARRAY._replace(linear=self._born(eqn))
         if a - b and b - a:
-            is_linear = is_product and self._born(at)
-            entrywise = out.entrywise | (0 if is_product else self._born(at))
+            is_linear = is_product and self._born(eqn)
+            entrywise = out.entrywise | (0 if is_product else self._born(eqn))
             return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
-        x, y = self._facts.inputs(at)[:2]
+        x, y = self._facts.inputs(eqn)[:2]
         if not is_product or x.sole == y.sole not in (None, -1):
             return out  # both operands are outputs of one kernel, as in `silu`
-        return out._replace(entrywise=self._born(at))
+        return out._replace(entrywise=self._born(eqn))
 
-    def _met(self, at: Eqn, i: int, bits: int, taint: Taint) -> None:
+    def _met(self, eqn: Eqn, i: int, bits: int, taint: Taint) -> None:
         if bits:
-            self.sites[at, i] = bits | self.sites.get((at, i), 0)
+            self.sites[eqn, i] = bits | self.sites.get((eqn, i), 0)
             self.exponential |= bits & taint.exponential
             self.normalized |= bits & taint.totals
 
-    def _summed(self, at: Eqn, out: Taint) -> Taint:
+    def _summed(self, eqn: Eqn, out: Taint) -> Taint:
         """Returns the taint of a sum: along shared dimensions it completes products."""
-        params, products, totals = at.eqn.params, 0, out.totals
+        params, products, totals = eqn.jaxpr_eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
-        for bit in _each(out.all) if at.name != "fft" else ():
-            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides(bit)
+        for bit in _each(out.all) if eqn.name != "fft" else ():
+            along, (a, b) = self._along(bit, eqn.inputs()[0]), self._sides(bit)
             dims = _all(along[d] for d in axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
-        made = out.entrywise & (out.all if at.name == "fft" else products)
+        made = out.entrywise & (out.all if eqn.name == "fft" else products)
         rest = out.entrywise & ~made
         return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
 
-    def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
+    def _through(self, eqn: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
-        fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
-        out = self._mixed(at, i, taint) if taint.all else _ARRAY
-        if other.leaves or not (other.has_data and at.contracted):
+        fact, other = (self._facts.inputs(eqn)[j] for j in (i, 1 - i))
+        out = self._mixed(eqn, i, taint) if taint.all else _ARRAY
+        if other.leaves or not (other.has_data and eqn.contracted):
             return out
         # Keys or values may be arguments: attention to them needs an exponential.
         # Probabilities times a table of numbers, not vectors, are an expectation.
-        if any(o is not None and o not in at.to[i] for o in at.to[1 - i]):
-            self._met(at, i, taint.exponential, taint)
-        atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
+        if any(o is not None and o not in eqn.to[i] for o in eqn.to[1 - i]):
+            self._met(eqn, i, taint.exponential, taint)
+        atom, dims = eqn.inputs()[i], [pair[i] for pair in eqn.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
-        return out._replace(linear=out.linear | self._born(at)) if is_key else out
+        return out._replace(linear=out.linear | self._born(eqn)) if is_key else out
 
-    def _mixed(self, at: Eqn, i: int, taint: Taint) -> Taint:
+    def _mixed(self, eqn: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a matrix or a convolution.
 
         A matrix over features is a layer after attention, so its products end. A matrix
         over keys or queries makes new logits.
         """
-        atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
+        atom, to, out = eqn.inputs()[i], eqn.to[i], range(len(eqn.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
         of = [[d for d, o in enumerate(to) if o == k] for k in out]
-        is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
+        is_learned = bool(self._facts.inputs(eqn)[1 - i].leaves)
         now: dict[int, int] = {}
-        for bit in _each(taint.all if not i or at.name != _CONV else 0):
+        for bit in _each(taint.all if not i or eqn.name != _CONV else 0):
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
             if is_entrywise and is_learned:
                 continue
@@ -249,61 +249,61 @@ class _Suspicion(Forward[Taint]):
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
                 continue
             now[bit] = bit
-            if over or at.name == _CONV:
+            if over or eqn.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(self.products[bit]._replace(eqn=at, of=made))
+                now[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
         return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
 
     # Products, by dimensions of their result.
 
-    def _born(self, at: Eqn) -> int:
+    def _born(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
-        facts = self._facts.inputs(at)[:2]
+        facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
-        if at in self._read or is_fixed or any(f.is_onehot for f in facts):
+        if eqn in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
-        of = [{d} for d in range(len(at.output().shape))]
-        return self._bit(Product(at, at, of))
+        of = [{d} for d in range(len(eqn.output().shape))]
+        return self._bit(Suspect(eqn, eqn, of))
 
-    def _bit(self, product: Product) -> int:
+    def _bit(self, product: Suspect) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
         self.products[bit] = product
         return bit
 
-    def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
+    def _to(self, eqn: Eqn) -> Sequence[Sequence[int | None]]:
         """Returns `Softmaxes.to`, without the dimensions of a convolution."""
-        return self._reader.to(at) if at.name != _CONV else ((), ())
+        return self._reader.to(eqn) if eqn.name != _CONV else ((), ())
 
     def _sides(self, of: Eqn | int) -> tuple[set[int], set[int]]:
         """Returns the dimensions of a product, or of that of a bit, in its operands."""
-        at = self.products[of].root if isinstance(of, int) else of
-        a, b = ({d for d in to if d is not None} for to in self._to(at))
+        eqn = self.products[of].root if isinstance(of, int) else of
+        a, b = ({d for d in to if d is not None} for to in self._to(eqn))
         return a, b
 
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
-        at, (a, b) = self.products[bit].root, self._sides(bit)
-        dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
-        pairs = zip(at.inputs(), self._to(at), strict=False)
+        eqn, (a, b) = self.products[bit].root, self._sides(bit)
+        dims = dims if eqn.name in ("mul", "sub") else dims - (a & b) | dims & heads
+        pairs = zip(eqn.inputs(), self._to(eqn), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
         return any(self.makers.is_output(x, d) for x, d in own)
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
-        """Returns the product's dimensions in each axis, or `[]` if labels are lost."""
+        """Returns the product's dimensions in each axis, or `[]` if marks are lost."""
         target, *_, of = self.products[bit]
 
-        def follow(at: Eqn, k: int) -> list[int]:
-            back, taints = moves(at, k) if at is not target else [], self.inputs(at)
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            back, taints = moves(eqn, k) if eqn is not target else [], self.inputs(eqn)
             return [i for i, _ in back if taints[i].all & bit]
 
         origins = self._reader.graph.walk(atom, atom.each(), follow)
-        found = [x.labels for x in origins if x.at is target]
+        found = [x.all_marks for x in origins if x.eqn is target]
         return [
-            _all(of[d] for label in labels for d in dimensions_in(label, target))
-            for labels in zip(*found, strict=True)
+            _all(of[d] for marks in all_marks for d in dimensions_in(marks, target))
+            for all_marks in zip(*found, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:

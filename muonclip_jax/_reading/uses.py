@@ -10,8 +10,8 @@ import numpy as np
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Origin
 from .jaxprs import names
-from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
+from .marks import dimensions, is_varied, marks_along, numbered, varied
 from .primitives import KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
@@ -26,7 +26,7 @@ class Note(NamedTuple):
 
     kind: str
     number: int
-    at: Eqn | None = None
+    eqn: Eqn | None = None
     event: int = 0
     # Axes of the parameter with the role of each: "input", "output", "stack" or "rank"
     # (summed over between two parameters).
@@ -34,11 +34,11 @@ class Note(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.at.name if self.at else ""
+        return self.eqn.name if self.eqn else ""
 
     @property
     def line(self) -> str:
-        return self.at.line if self.at else ""
+        return self.eqn.line if self.eqn else ""
 
 
 # Primitives that find the greatest of several, which may decide where activations go.
@@ -80,127 +80,130 @@ class Uses:
         self.kept = 0  # events of keys, whose outputs linear attention keeps
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
-        for at in reader.equations:
-            if at.inside:
-                self._handed(at)
+        for eqn in reader.equations:
+            if eqn.inside:
+                self._handed(eqn)
             else:
-                self._note(at)
+                self._note(eqn)
         self.chosen &= ~self.kept
 
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
 
-    def _use(self, kind: str, at: Eqn, *facts: Fact) -> None:
+    def _use(self, kind: str, eqn: Eqn, *facts: Fact) -> None:
         """Notes the same use of all parameters in the operands that are weights.
 
         A product of parameters gets no note; its factors have theirs.
         """
         for fact in facts:
             own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
-            self.notes += [Note(kind, number, at) for number in own]
+            self.notes += [Note(kind, number, eqn) for number in own]
 
     # Equations.
 
-    def _note(self, at: Eqn) -> None:
-        inputs, name = at.inputs(), at.name
-        facts = self._facts.inputs(at)
+    def _note(self, eqn: Eqn) -> None:
+        inputs, name = eqn.inputs(), eqn.name
+        facts = self._facts.inputs(eqn)
         if not any(f.leaves for f in facts):
             return
-        if self._facts.event(at) & self._facts.own:
+        if self._facts.event(eqn) & self._facts.own:
             return
-        if at.is_product:
-            self._product(at, inputs, facts)
+        if eqn.is_product:
+            self._product(eqn, inputs, facts)
             return
         if name not in KNOWN:
-            self._unknown(at, facts)
+            self._unknown(eqn, facts)
         elif name in _CHOICES:
-            self._choice(at, inputs[0], facts)
-        elif name == "gather" and facts[0].is_weight and self._facts.event(at):
-            self._use("looked up", at, facts[0])
-        elif self._facts.event(at):
-            self._use("elementwise", at, *facts)
+            self._choice(eqn, inputs[0], facts)
+        elif name == "gather" and facts[0].is_weight and self._facts.event(eqn):
+            self._use("looked up", eqn, facts[0])
+        elif self._facts.event(eqn):
+            self._use("elementwise", eqn, *facts)
         elif any(f.has_data and not f.leaves for f in facts):
-            self._use("data", at, *facts)
+            self._use("data", eqn, *facts)
         if not any(f.is_deep for f in facts):
             return
         if name in ("mul", *PRODUCTS):
-            self._weigh(at, facts)
-            self._scales(at, inputs, facts)
+            self._note_routers(eqn, facts)
+            self._scales(eqn, inputs, facts)
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
-            self._cut(at, inputs[0], facts[0])
+            self._cut(eqn, inputs[0], facts[0])
 
-    def _handed(self, at: Eqn) -> None:
+    def _handed(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
-        of, first = self._facts.of, at.inside[0]
+        of, first = self._facts.of, eqn.inside[0]
         pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
-        if at.name == "cond":
-            branches = (zip(x.outputs, at.outputs(), strict=True) for x in at.inside)
+        if eqn.name == "cond":
+            branches = (zip(x.outputs, eqn.outputs(), strict=True) for x in eqn.inside)
             pairs += itertools.chain(*branches)
         for given, taken in pairs:
             # Other trips or branches make this carry or result from activations.
             if of(given).is_weight and not of(taken).is_weight:
-                self._use("elementwise", at, of(given))
+                self._use("elementwise", eqn, of(given))
 
-    def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
+    def _unknown(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes a primitive without a rule, which may do anything."""
-        self._use("unknown", at, *facts)
+        self._use("unknown", eqn, *facts)
         # Attention needs at least a query and a key. An operation on one array is an
         # activation function or a norm; one on an array and data is a mask or a lookup.
-        if sum(f.is_deep for f in facts) > 1 and at.name not in ALGEBRA:
-            self.hidden.append(at)
+        if sum(f.is_deep for f in facts) > 1 and eqn.name not in ALGEBRA:
+            self.hidden.append(eqn)
 
-    def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
+    def _choice(self, eqn: Eqn, atom: Atom, facts: list[Fact]) -> None:
         """Notes a kernel whose outputs decide an order, as a router's do.
 
         In the array, each entry is a different output of a router. Distances to the
         codes of a vector quantizer are sums over all outputs, and logits of heads are
         sums over some, so no kernel before them is a router.
         """
-        self._use("elementwise", at, *facts)
+        self._use("elementwise", eqn, *facts)
         ends = facts[0].ends
-        for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
-            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*labels))
+        for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
+            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
             own = [x for x in zip(*lines, strict=True) if any(x)]
-            if any(map(is_varied, labels)) and len({*own}) == len(own):
+            if any(map(is_varied, all_marks)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 
     # Products.
 
-    def _product(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+    def _product(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         a, b = facts[:2]
-        out = self._facts.of(at.output())
+        out = self._facts.of(eqn.output())
         if out.is_weight:
-            self._of_parameters(at, inputs)
+            self._of_parameters(eqn, inputs)
             return
-        i = self._facts.weight_of(at) if a.leaves or b.leaves else None
-        self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
+        i = self._facts.weight_of(eqn) if a.leaves or b.leaves else None
+        self._use("elementwise", eqn, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
-            self._weigh(at, facts)
+            self._note_routers(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
         if other.is_onehot:
-            self._use("looked up", at, weight)
+            self._use("looked up", eqn, weight)
             return
-        self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
+        self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
         if other.is_deep and other.sole not in (None, -1):
             self.features.add(other.sole)
 
-    def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
+    def _weight(self, eqn: Eqn, i: int, experts: set[int]) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
-        atom, stack, kind = at.inputs()[i], at.shared, "contracted"
-        to, lead = at.to[i], atom.lead
-        if at.name == "conv_general_dilated":
-            kernel = at.inputs()[1]
-            inp = at.eqn.params["dimension_numbers"].rhs_spec[1]
-            if at.eqn.params["feature_group_count"] > 1 and kernel.shape[inp] == 1:
+        atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
+        to, lead = eqn.to[i], atom.lead
+        if eqn.name == "conv_general_dilated":
+            kernel = eqn.inputs()[1]
+            inp = eqn.jaxpr_eqn.params["dimension_numbers"].rhs_spec[1]
+            if (
+                eqn.jaxpr_eqn.params["feature_group_count"] > 1
+                and kernel.shape[inp] == 1
+            ):
                 kind = "depthwise"
             stack = set()
             if i == 0:
                 fact = self._facts.of(kernel)
                 kind = kind if fact.has_data or fact.leaves else "elementwise"
-        elif at.name != "dot_general" and i == 1:
-            numbers = at.eqn.params["ragged_dot_dimension_numbers"]
+        elif eqn.name != "dot_general" and i == 1:
+            numbers = eqn.jaxpr_eqn.params["ragged_dot_dimension_numbers"]
             experts = {*experts, *numbers.rhs_group_dimensions}
 
         def role(d: int) -> str:
@@ -211,16 +214,16 @@ class Uses:
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
-        labels = dimensions(atom.rank, atom.shape, lead, on_devices)
-        labels += tuple(marks(atom.rank, x.axis, x.size) for x in of_loops)
+        all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
+        all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
         is_pair = self._facts.of(atom).is_pair
-        for summand in self._reader.scaling.of(atom, labels):
+        for summand in self._reader.scaling.of(atom, all_marks):
             for f in summand.factors:
                 roles = tuple(
                     dict.fromkeys(
                         (axis, word)
-                        for label, word in zip(f.labels, said, strict=True)
-                        for axis in varied(label)
+                        for marks, word in zip(f.all_marks, said, strict=True)
+                        for axis in varied(marks)
                     )
                 )
                 # A factor without both an input and an output axis is a gain of the
@@ -228,18 +231,18 @@ class Uses:
                 is_alone = len(summand.factors) == 1 or is_pair
                 is_weight = is_alone or {"input", "output"} <= {x for _, x in roles}
                 used = kind if is_weight else "elementwise"
-                event = self._facts.event(at)
-                self.notes.append(Note(used, f.parameter, at, event, roles))
+                event = self._facts.event(eqn)
+                self.notes.append(Note(used, f.parameter, eqn, event, roles))
 
-    def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
+    def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
-        for atom, own, free in zip(inputs, at.to, ("input?", "output?"), strict=False):
+        for atom, own, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
                         (axis, own[d] is None)
-                        for d, label in enumerate(f.labels)
-                        for axis in varied(label)
+                        for d, marks in enumerate(f.all_marks)
+                        for axis in varied(marks)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
                     # Without other evidence, the first has the inputs: x @ (A @ B).
@@ -247,10 +250,10 @@ class Uses:
                     roles = [(axis, "rank") for axis in sorted(ranks)]
                     roles += [(axis, free) for axis in sorted(others)]
                     self.notes.append(
-                        Note("factor", f.parameter, at, roles=tuple(roles))
+                        Note("factor", f.parameter, eqn, roles=tuple(roles))
                     )
 
-    def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
+    def _experts(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
         """Notes experts that made an activation; returns the weight's expert axes.
 
         Entries that go to different matrices are experts. The same holds for entries
@@ -258,53 +261,55 @@ class Uses:
         inputs. If it sums over the weighed entries alone, they are inputs, as the
         classes of an expected embedding.
         """
-        if at.name == "conv_general_dilated" or not other.is_deep:
+        if eqn.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        to = list(enumerate(at.to[1 - i]))
-        stack = {d for d, x in to if x in at.shared}
+        to = list(enumerate(eqn.to[1 - i]))
+        stack = {d for d, x in to if x in eqn.shared}
         gone = {d for d, x in to if x is None and atom.shape[d] > 1}
-        weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
+        weighed = self._router_dims(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
             dims |= weighed & gone
         if not dims:
             return set()
-        for _, number, labels in self._makers.of(atom, atom.each()):
-            along: dict[int, set[int]] = {}
-            for d, label in enumerate(labels):
-                for axis in varied(label):
-                    along.setdefault(axis, set()).add(d)
-            self.experts |= {(number, a) for a, of in along.items() if of <= dims}
-        pairs = {a[1 - i]: a[i] for a in at.contracted}
+        for _, number, all_marks in self._makers.of(atom, atom.each()):
+            marks_along: dict[int, set[int]] = {}
+            for d, marks in enumerate(all_marks):
+                for axis in varied(marks):
+                    marks_along.setdefault(axis, set()).add(d)
+            self.experts |= {(number, a) for a, of in marks_along.items() if of <= dims}
+        pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
     def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
         """Returns the products with a weight over whose outputs a softmax is taken."""
         found = []
         for k in members(bits):
-            at = self._facts.products[1 << k]
-            i = self._facts.weight_of(at) if at.name in PRODUCTS else None
-            if i is None or not self._facts.event(at):
+            eqn = self._facts.products[1 << k]
+            i = self._facts.weight_of(eqn) if eqn.name in PRODUCTS else None
+            if i is None or not self._facts.event(eqn):
                 continue
-            others = at.to[1 - i]
-            free = {d for d in at.to[i] if d is not None and d not in others}
+            others = eqn.to[1 - i]
+            free = {d for d in eqn.to[i] if d is not None and d not in others}
             for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
-                labels, _ = self._reader.to_product(atom, atom.marks(axes), 1 << k)
-                inner = len(at.frame.lead)
-                if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
-                    found.append((1 << k, at))
+                all_marks, _ = self._reader.to_product(
+                    atom, atom.numbered(axes), 1 << k
+                )
+                inner = len(eqn.frame.lead)
+                if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
+                    found.append((1 << k, eqn))
                     break
         return found
 
     def _varied(self, atom: Atom) -> set[int]:
-        """Returns the axes of an array's labels along which it may be no copy."""
+        """Returns the axes of an array's marks along which it may be no copy."""
         same = self._graph.copied(atom)
         dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
         return {atom.lead + d for d in dims}
 
-    def _weighed(self, atom: Atom) -> set[int]:
+    def _router_dims(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which a router's weights for an array vary.
 
         Its weights are a softmax over its outputs, its choice, or one-hot rows.
@@ -312,22 +317,22 @@ class Uses:
         dims: set[int] = set()
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            at = origin.at
-            if at is None or (at.name in PRODUCTS and at.contracted):
+            eqn = origin.eqn
+            if eqn is None or (eqn.name in PRODUCTS and eqn.contracted):
                 return
-            facts, is_product = self._facts.inputs(at), at.name in _MULTIPLIES
+            facts, is_product = self._facts.inputs(eqn), eqn.name in _MULTIPLIES
             # Both operands may depend on a router. The gate is then the one that varies
             # along fewer dimensions, or the one-hot one.
-            varied = [self._varied(x) if is_product else set() for x in at.inputs()]
+            varied = [self._varied(x) if is_product else set() for x in eqn.inputs()]
             routed = [f.is_onehot or f.events & self.chosen for f in facts]
             rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
-            for i, move in moves(at, origin.k):
+            for i, move in moves(eqn, origin.k):
                 others = [j for j, f in enumerate(facts) if i != j and f != Fact()]
                 is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
                 is_gate = (routed[i] and is_least) or self._routers(facts[i].weights)
                 if is_product and others and is_gate:
                     axes = varied[i]
-                    own = enumerate(map(move, origin.labels))
+                    own = enumerate(map(move, origin.all_marks))
                     dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
                 elif facts[i].is_deep:
                     yield i, None
@@ -335,15 +340,15 @@ class Uses:
         self._graph.back(atom, atom.each(), ahead)
         return dims
 
-    def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
+    def _note_routers(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
             # Entry by entry it is a gate of features and mixes nothing.
-            if at.name == "mul" and not self._reader.is_repeated(at, i):
+            if eqn.name == "mul" and not self._reader.is_repeated(eqn, i):
                 continue
-            made = self._state(at, 1 - i)
+            made = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
             for of in made:
                 for fact in self._facts.inputs(of):
@@ -353,42 +358,42 @@ class Uses:
                 if not made:
                     self.chosen |= self._facts.event(router) & ~other.events
 
-    def _state(self, at: Eqn, i: int) -> list[Eqn]:
+    def _state(self, eqn: Eqn, i: int) -> list[Eqn]:
         """Returns the equations that made a state that linear attention keeps.
 
         The state has the key's features along the dimensions that the product sums
         over, and the value's along the rest. A product of key and value made it, after
         all products with weights. The outputs of experts have both from one array.
         """
-        atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
-        if at.name == "mul":  # a sum follows the product
-            own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
+        atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
+        if eqn.name == "mul":  # a sum follows the product
+            own, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
             over = [a - atom.lead for a in own & others]
             rest = [a - atom.lead for a in own - others]
         else:
-            over = [pair[i] for pair in at.contracted]
-            rest = [d for d in dims if d not in over and at.to[i][d] not in at.shared]
+            over = [pair[i] for pair in eqn.contracted]
+            rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
         found: list[Eqn] = []
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            if (of := origin.at) is None:
+            if (of := origin.eqn) is None:
                 return
             facts = self._facts.inputs(of)
             if of.is_product and self._facts.weight_of(of) is not None:
                 return
             deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
             if of.name in _MULTIPLIES and len(deep) == 2:
-                sides = [[is_varied(f(x)) for x in origin.labels] for _, f in deep]
+                sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 apart = [(a, b) for a, b in pairs[: len(over)] if a != b]
                 found.extend(of for a, b in apart if (b, a) in of_rest)
             yield from ((j, None) for j, _ in deep)
 
-        self._graph.back(atom, atom.marks([*over, *rest]), ahead)
+        self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
         return found
 
-    def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+    def _scales(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes whether outputs scale others, where both are first multiplied."""
         if len(facts) < 2:
             return
@@ -397,45 +402,45 @@ class Uses:
             if kernel in (None, -1, other) or other is None or kernel in self.features:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
-            own = self._in_result(at, i, mine.get(kernel, []))
+            own = self._in_result(eqn, i, mine.get(kernel, []))
             others.pop(kernel, None)
-            theirs = [self._in_result(at, 1 - i, x) for x in others.values() if x]
+            theirs = [self._in_result(eqn, 1 - i, x) for x in others.values() if x]
             if own and theirs:
                 # In every kernel, heads come before their features.
                 n = len(own)
                 is_scale = any(n < len(x) and {*own} == {*x[:n]} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
-    def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
-        if at.name in PRODUCTS:
-            return [x for d in dims if (x := at.to[i][d]) is not None]
-        skipped = len(at.output().shape) - len(at.inputs()[i].shape)
+    def _in_result(self, eqn: Eqn, i: int, dims: list[int]) -> list[int]:
+        if eqn.name in PRODUCTS:
+            return [x for d in dims if (x := eqn.to[i][d]) is not None]
+        skipped = len(eqn.output().shape) - len(eqn.inputs()[i].shape)
         return [d + skipped for d in dims]
 
-    def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
+    def _cut(self, eqn: Eqn, atom: Atom, fact: Fact) -> None:
         """Notes slices of one entry along a parameter's axis, perhaps a matrix's.
 
         `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
         """
-        if not (fact.is_deep and (starts := _one_entry(at))):
+        if not (fact.is_deep and (starts := _one_entry(eqn))):
             return
-        for _, number, labels in self._makers.of(atom, atom.marks(starts)):
+        for _, number, all_marks in self._makers.of(atom, atom.numbered(starts)):
             shape = self._graph.top.inputs[number].shape
-            for (d, entries), label in zip(starts.items(), labels, strict=True):
-                for axis in axes if len(axes := varied(label)) == 1 else ():
-                    if label.shape[axis] == atom.shape[d] == shape[axis]:
+            for (d, entries), marks in zip(starts.items(), all_marks, strict=True):
+                for axis in axes if len(axes := varied(marks)) == 1 else ():
+                    if marks.shape[axis] == atom.shape[d] == shape[axis]:
                         self.cuts[number, axis] |= union(1 << x for x in entries)
 
 
-def _one_entry(at: Eqn) -> dict[int, list[int]]:
+def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
     """Returns the single entries that an equation takes, by their dimension."""
-    atom, found = at.inputs()[0], {}
-    for k in range(len(at.eqn.outvars)):
+    atom, found = eqn.inputs()[0], {}
+    for k in range(len(eqn.jaxpr_eqn.outvars)):
         # Its rule shows where the entries of a result were taken from.
-        (_, move), *_ = moves(at, k)
-        taken = move(*at.output(k).whole)
+        (_, move), *_ = moves(eqn, k)
+        taken = move(*eqn.output(k).whole)
         for d, n in enumerate(atom.shape):
-            line = along(taken, atom.lead + d)
+            line = marks_along(taken, atom.lead + d)
             if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
                 found.setdefault(d, []).append(int(line.argmax()))
     return found

@@ -23,10 +23,10 @@ def verdicts(
 ) -> list[Verdict]:
     """Returns one verdict per parameter; those in `frozen` receive no gradient."""
     # An axis is also a stack if each of its entries is sliced off for a separate use.
-    own_ways = {
+    sliced_axes = {
         (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
     }
-    experts = uses.experts | own_ways
+    experts = uses.experts | sliced_axes
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_references import draw, naive_attention, slope
 from flax import nnx
-from helpers import few, more
+from helpers import few, more, one_at_a_time
 from internals import max_logits_module as module
 
 import muonclip_jax as mc
@@ -95,9 +95,10 @@ def test_dtypes_of_arrays_and_bias_under_strict_promotion(dtypes):
     np.testing.assert_allclose(largest, exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("mask", [None, np.tri(5, 5, 2, dtype=bool)])
+@pytest.mark.parametrize(
+    "mask, group, is_causal",
+    one_at_a_time([None, np.tri(5, 5, 2, dtype=bool)], [1, 2], [False, True]),
+)
 def test_flax_attention_keeps_float64(is_causal, group, mask):
     visible = np.ones((5, 5), bool) if mask is None else mask
     visible = np.tri(5, dtype=bool) & visible if is_causal else visible

@@ -47,6 +47,7 @@ def test_linen_output_equals_flax(options, sow):
 REPEATED = ((True, 4), (False, 4), (False, 2))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "sow, kv_heads",
     [(True, 2), *(pytest.param(*x, marks=pytest.mark.more) for x in REPEATED)],

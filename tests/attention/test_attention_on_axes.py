@@ -65,6 +65,7 @@ def mesh(*kinds):
     return jax.make_mesh((2,) * len(kinds), ("x", "y")[: len(kinds)], types)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("call", [lambda f: f, jax.checkpoint], ids=["", "remat"])
 @pytest.mark.parametrize(
     "kinds", [("Auto",), more(("Auto", "Auto")), ("Auto", "Explicit")]

@@ -175,6 +175,7 @@ def test_bfloat16():
     np.testing.assert_allclose(largest, exact[1], rtol=1e-5)
 
 
+@pytest.mark.more
 def test_memory_grows_linearly_with_the_length():
     def temporaries(length):
         shapes = [jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)] * 3

@@ -50,6 +50,7 @@ def linen(kernel, params=None):
     return loss, jax.tree.leaves(stats)[0], grads
 
 
+@pytest.mark.more
 def test_linen_layer_with_a_kernel_is_the_same_layer():
     loss, largest, grads = linen(BLOCKWISE)
     expected_loss, expected_largest, expected_grads = linen(None)
@@ -88,6 +89,7 @@ def test_a_kernel_of_the_users_own():
     np.testing.assert_allclose(largest, linen(None)[1], rtol=1e-2)
 
 
+@pytest.mark.more
 def test_clipping_by_a_bound_keeps_every_head_under_the_threshold():
     """The log-sum-exp that fused kernels keep, as the manual has it."""
 
@@ -135,6 +137,7 @@ def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
     return [normal(i, *s, scale=2.0) for i, s in enumerate(shapes)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "lengths, options",
     [
@@ -168,6 +171,7 @@ def test_a_splash_head_that_sees_nothing():
     np.testing.assert_array_equal(largest, [-np.inf] * 2)
 
 
+@pytest.mark.more
 def test_splash_kernel_with_segments_and_small_blocks():
     ids = jnp.arange(256)[None] // 100
     compare_splash(

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bernoulli, naive_logits, normal
+from helpers import bernoulli, naive_logits, normal, one_at_a_time
 from internals import max_logits_module as module
 
 import muonclip_jax as mc
@@ -39,8 +39,7 @@ def test_blocks_equal_the_whole(small_blocks, lengths):
     np.testing.assert_allclose(mc.max_logits(query, key), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, lengths", one_at_a_time(SHAPES, LENGTHS))
 def test_mask_and_bias_in_blocks(small_blocks, lengths, shape):
     query, key = qk(*lengths)
     t, s = lengths

@@ -82,6 +82,7 @@ def unit(x):
     return x / np.linalg.norm(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(GAINS, "SAMuon-lite 1.5"))
 def test_samuon_lite_holds_back_the_first_direction_alone(name, muon):
     gain = float(name.split()[-1])
@@ -114,6 +115,7 @@ def sinkhorn_step(gradients):
     return update
 
 
+@pytest.mark.more
 def test_sinkhorn_is_the_step_of_embedding_and_head(muon):
     steps = steps_of("sinkhorn", 2)
     for i, (params, ours) in enumerate(steps):

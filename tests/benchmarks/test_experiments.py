@@ -149,7 +149,7 @@ class World:
 
 
 @pytest.mark.parametrize("good", [True, False])
-@pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::3]))
+@pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::6]))
 def test_verdict_is_that_of_the_world(name, good, tmp_path):
     module = importlib.import_module(f"evidence.experiments.{name}")
     plan = Plan(["code", "prose"] if good else ["code"], tmp_path)
@@ -191,6 +191,7 @@ def test_the_page_answers_every_question_in_five_minutes(tmp_path):
     assert links and set(links) <= names
 
 
+@pytest.mark.more
 def test_an_experiment_that_fails_does_not_take_the_others_along(tmp_path):
     world = World(True)
     world.once = lambda name, measure: {}

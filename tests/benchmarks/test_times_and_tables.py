@@ -37,6 +37,7 @@ def steps_in_a_trip(jaxpr):
             yield from steps_in_a_trip(inner)
 
 
+@pytest.mark.more
 def test_the_main_branch_of_optax_has_a_loop_where_its_release_has_none():
     shapes = {"a": (8, 16), "b": (3, 16, 8)}
     grads, steps, updates = gpt2.gradients(shapes), {}, {}

@@ -54,6 +54,7 @@ def test_the_update_of_a_model(name, flops):
         assert update.temporary_bytes > 0
 
 
+@pytest.mark.more
 def test_the_update_of_a_model_on_a_mesh():
     updates = tpu_ahead_of_time.compile_updates("cut", CUT, mesh_of(CUT), "ours")
     (update,) = updates

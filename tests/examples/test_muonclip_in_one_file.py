@@ -5,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import optax
+import pytest
 from helpers import EXAMPLES, run_script
 
 import muonclip_jax as mc
@@ -18,6 +19,7 @@ THRESHOLD = 0.8
 FILE = EXAMPLES / "muonclip_in_one_file.py"
 
 
+@pytest.mark.more
 def test_the_package_takes_the_same_twenty_steps(monkeypatch):
     """In float64, in which neither rounds what the other does not."""
     monkeypatch.setattr(one_file, "WIDTH", 16)
@@ -68,6 +70,7 @@ def test_the_package_takes_the_same_twenty_steps(monkeypatch):
             assert moved > 1e-2, name
 
 
+@pytest.mark.more
 def test_it_learns_by_itself_and_fits_one_screen():
     lines = FILE.read_text().splitlines()
     assert len(lines) <= 150

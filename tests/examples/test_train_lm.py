@@ -111,6 +111,7 @@ train_lm.main()
         assert [r[key] for r in resumed] == [r[key] for r in straight]
 
 
+@pytest.mark.more
 def test_resuming_where_nothing_has_begun_is_refused(tmp_path):
     result = run("train_lm.py", "--out", tmp_path / "no", "--resume", check=False)
     assert result.returncode == 1 and "nothing to resume in" in result.stderr

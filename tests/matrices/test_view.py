@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import matrix_view
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 
+@pytest.mark.more
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_matrices_and_back_is_the_identity(data):

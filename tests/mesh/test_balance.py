@@ -45,6 +45,7 @@ def shared_out(works, mesh):
     return shares, loads
 
 
+@pytest.mark.more
 @given(st.lists(works, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_every_matrix_has_one_owner_in_each_group(works):

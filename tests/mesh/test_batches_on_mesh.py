@@ -48,6 +48,7 @@ def leaf_of(shape, seed):
     return np.stack(each).reshape(shape).astype(np.float32)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("platform", [more("cpu"), more("gpu"), "tpu"])
 @pytest.mark.parametrize("batch", [more(1), 400, more(10**6)])
 @pytest.mark.parametrize("name", few(LAYOUTS, "more for some"))

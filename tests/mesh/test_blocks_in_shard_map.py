@@ -97,6 +97,7 @@ def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.more
 def test_a_step_of_its_own():
     """`normalize_neurons` after `scale_by_muon`, with the same shardings."""
     names = ["up0", "both", "whole"]
@@ -167,6 +168,7 @@ def test_work_is_shared_and_blocks_travel_twice():
     assert "all-reduce" not in text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_the_derivative_is_that_of_whole_leaves(way, check):

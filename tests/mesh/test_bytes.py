@@ -67,6 +67,7 @@ def sent(axes, shape, spec, sizes):
     return sum(x.bytes for x in found.values())
 
 
+@pytest.mark.more
 def test_heads_that_tensor_parallelism_cuts_are_not_exchanged():
     """Every device has whole heads: nothing is sent, with FSDP its part alone."""
     flat, heads = (32, 64), (32, 8, 8)

@@ -30,7 +30,7 @@ def member(tree, i):
 
 @pytest.mark.parametrize(
     "is_set, is_told",
-    [(True, True), more(True, False), more(False, True), (False, False)],
+    [more(True, True), more(True, False), more(False, True), (False, False)],
 )
 def test_members_of_an_ensemble_do_not_mix(is_set, is_told):
     """On one axis of a mesh, with the matrices cut along the other."""

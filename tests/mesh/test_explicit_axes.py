@@ -40,6 +40,7 @@ def updated(tx, params):
     return tx.update(params, tx.init(params), params)[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spec", [P(None, "b"), more(P("a", "b"))])
 def test_the_derivative_of_newton_schulz(spec):
     """In several batches: a matrix has more entries than a batch on CPU."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import more, normal
+from helpers import more, normal, one_at_a_time
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layers import flat_layer, fused_layer, gains_layer
@@ -128,6 +128,7 @@ def clipped(params, specs, stats, cut, mesh, check, **options):
             np.testing.assert_array_equal(shard.data, first)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("key_heads", "all_heads", "check"),
     [
@@ -207,6 +208,7 @@ def test_gains_that_all_heads_share(check):
         clipped(params, specs, stats, cut, mesh, check, attention=attention)
 
 
+@pytest.mark.more
 @CHECKED
 def test_gains_of_a_stack_cut_by_a_pipeline_axis(check):
     mesh = mesh_of(pipe=2, tensor=2)
@@ -229,6 +231,7 @@ def test_gains_of_a_stack_cut_by_a_pipeline_axis(check):
 # Functions of the params
 
 
+@pytest.mark.more
 @CHECKED
 def test_a_mask_is_a_function_of_whole_leaves(check):
     mesh = mesh_of(fsdp=8)
@@ -269,6 +272,7 @@ def update_inside(shardings, specs, params, check=True):
     return mapped(update, mesh, (specs,), specs, check)(params)
 
 
+@pytest.mark.more
 @CHECKED
 def test_shardings_as_a_function(check):
     params = {"up": normal(0, 16, 24), "down": normal(1, 24, 16)}
@@ -295,7 +299,7 @@ def test_shardings_as_a_function(check):
 
 
 @CHECKED
-@pytest.mark.parametrize("averages_itself", [True, False])
+@pytest.mark.parametrize("averages_itself", [more(True), False])
 def test_gradients_of_a_mean_loss_are_the_mean(averages_itself, check):
     """As the manual has it: `jax.grad` of `jax.lax.pmean(loss)`, checked or not.
 
@@ -348,10 +352,12 @@ def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
 # Axes of several kinds
 
 
+@pytest.mark.more
 @CHECKED
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("axis_name", [None, "data"])
+@pytest.mark.parametrize(
+    "axis_name, is_told, kind",
+    one_at_a_time([None, "data"], [False, True], [AxisType.Auto, AxisType.Explicit]),
+)
 def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
     mesh = mesh_of(kind, data=2, fsdp=4)
     params = {"up": normal(0, 8, 12), "down": normal(1, 12, 8), "bias": normal(2, 12)}
@@ -392,6 +398,7 @@ def update_of_micro_batches(grads, check):
     return mapped(update, mesh_of(d=4), (P("d"),), P("d"), check)(grads)
 
 
+@pytest.mark.more
 def test_replicas_of_shard_map_and_of_vmap():
     grads = {"up": normal(0, 4, 3, 8, 12), "wide": normal(1, 4, 3, 2, 8, 12)}
     mean = jax.tree.map(lambda x: x.mean((0, 1)), grads)

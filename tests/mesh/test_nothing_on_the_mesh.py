@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import more, normal
 from jax.sharding import AxisType
 
 import muonclip_jax as mc
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-PARAMS = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (16, 8))}}
+PARAMS = {"dense": {"kernel": normal(0, 16, 8)}}
 OPTIMIZERS = {
     "plain": mc.muon(1e-1),
     "neurons": mc.muon(1e-1, neuron_b2=0.95),
@@ -32,7 +33,7 @@ def two_steps(tx, params, state):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("init_inside", [False, True])
+@pytest.mark.parametrize("init_inside", [more(False), True])
 def test_update_is_that_without_a_mesh(mesh, name, init_inside):
     tx = OPTIMIZERS[name]
     expected = two_steps(tx, PARAMS, tx.init(PARAMS))["dense"]["kernel"]
@@ -47,6 +48,7 @@ def test_update_is_that_without_a_mesh(mesh, name, init_inside):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.more
 def test_derivative_through_an_update(mesh):
     tx = mc.muon(1e-1)
 

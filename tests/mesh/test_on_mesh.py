@@ -121,7 +121,7 @@ def assert_where(tree, shardings):
 
 @pytest.mark.parametrize("layout", few(LAYOUTS, "expert"))
 @pytest.mark.parametrize(
-    ("types", "told"), [more("auto", True), ("auto", False), ("explicit", False)]
+    ("types", "told"), [more("auto", True), ("auto", False), more("explicit", False)]
 )
 def test_same_as_on_one_device(layout, types, told):
     _, shardings, params, grads = placed(layout, types)
@@ -158,6 +158,7 @@ def traffic(compiled):
     return hlo_costs(compiled.as_text(), trips).collectives
 
 
+@pytest.mark.more
 def test_the_second_step_compiles_nothing(caplog):
     mesh, shardings, params, grads = placed("fsdp and tensor")
     tx = make(shardings=shardings)

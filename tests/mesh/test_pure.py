@@ -174,6 +174,7 @@ def digest(number):
     return hashlib.sha256(made(*CASES[number]).encode()).hexdigest()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", few(range(len(CASES)), 1))
 def test_an_update_remembers_no_params(number):
     """Nor their shardings: of other shapes, on other meshes, on one device."""
@@ -190,6 +191,7 @@ def test_an_update_remembers_no_params(number):
     assert made("FSDP", kind, is_told) != before
 
 
+@pytest.mark.more
 def test_a_fresh_process_makes_the_same_programs():
     script = (
         "import test_pure\n"

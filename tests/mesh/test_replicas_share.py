@@ -88,6 +88,7 @@ def assert_close(actual, desired, share=0.02 * OF_A_STEP):
     helpers.assert_close(actual, desired, share)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_averaged", [more(True), False])
 @pytest.mark.parametrize("map_", [jax.pmap, jax.vmap])
 def test_mapped(map_, is_averaged):
@@ -106,6 +107,7 @@ def test_mapped(map_, is_averaged):
         chex.assert_trees_all_equal(mine, jax.tree.map(lambda x: x[0], params))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_checked", [True, more(False)])
 @pytest.mark.parametrize("is_averaged", [more(True), False])
 def test_shard_map(is_checked, is_averaged):
@@ -131,6 +133,7 @@ def test_shard_map(is_checked, is_averaged):
     assert_close(params, expected())
 
 
+@pytest.mark.more
 def test_next_to_an_automatic_axis():
     """Params that the compiler cuts along the other axis."""
     mesh, tx = mesh_of(2, 2), make("data")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import normal, ones
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,8 +14,7 @@ import muonclip_jax as mc
 
 
 MESH = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-PARAMS = {"up": normal(0, 8, 12), "norm": {"scale": jnp.ones(12)}}
-STATE = mc.muon(1e-2).init(PARAMS)
+PARAMS = {"up": normal(0, 8, 12), "norm": {"scale": ones(12)}}
 
 
 def named(spec):
@@ -61,15 +60,17 @@ def test_specs_without_a_mesh():
         mc.muon(1e-2, shardings=P("fsdp")).init(PARAMS)
 
 
+@pytest.mark.more
 def test_names_of_axes_in_a_list():
     """As good as a tuple; what is no name is refused."""
+    state = mc.muon(1e-2).init(PARAMS)
     mapped = jax.vmap(
-        lambda g: mc.muon(1e-2, axis_name=["data"]).update(g, STATE, PARAMS)[0],
+        lambda g: mc.muon(1e-2, axis_name=["data"]).update(g, state, PARAMS)[0],
         axis_name="data",
     )
     found = mapped(jax.tree.map(lambda x: jnp.stack([x, 3 * x]), PARAMS))
     expected, _ = mc.muon(1e-2).update(
-        jax.tree.map(lambda x: 2 * x, PARAMS), STATE, PARAMS
+        jax.tree.map(lambda x: 2 * x, PARAMS), state, PARAMS
     )
     chex.assert_trees_all_close(
         jax.tree.map(lambda x: x[0], found), expected, rtol=1e-5, atol=1e-6

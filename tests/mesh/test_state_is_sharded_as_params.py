@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import more
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,7 +56,7 @@ def compilations(tx, state, params):
     return update._cache_size()
 
 
-@pytest.mark.parametrize("types", [(A, A), (E, E), (A, E)])
+@pytest.mark.parametrize("types", [more((A, A)), more((E, E)), (A, E)])
 def test_told_and_jitted(types):
     _, shardings, params = placed(*types)
     tx = make(shardings)

@@ -1,5 +1,7 @@
 """An optimizer of fewer leaves than were read: adapters, or the last layers."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import normal
 
 import muonclip_jax as mc
 
 
-X = jax.random.normal(jax.random.key(0), (6, 8))
+X = normal(0, 6, 8)
 
 
 def layer(params, x):
@@ -28,23 +31,29 @@ def loss(params, x=X):
 
 def weights(seed):
     shapes = {"q": (8, 2, 4), "k": (8, 2, 4), "v": (8, 2, 4), "o": (2, 4, 8)}
-    keys = jax.random.split(jax.random.key(seed), 4)
-    pairs = zip(keys, shapes.items(), strict=True)
-    return {name: 0.8 * jax.random.normal(key, s) for key, (name, s) in pairs}
+    return {
+        name: normal((seed, i), *shape, scale=0.8)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
 
 
 PARAMS = {"a": weights(1), "b": weights(2)}
-READING = mc.read_model(loss, PARAMS)
+
+
+@functools.cache
+def reading():
+    return mc.read_model(loss, PARAMS)
 
 
 def recorded(params):
     return mc.record_attention(loss)(params)[1]
 
 
+@pytest.mark.more
 def test_the_last_layer_alone_is_trained_and_clipped():
     stats = recorded(PARAMS)
     threshold = float(stats["b"]["max_logits"].min()) / 2
-    tx = mc.muonclip(0.0, threshold=threshold, model=READING)
+    tx = mc.muonclip(0.0, threshold=threshold, model=reading())
     own = {"b": PARAMS["b"]}
     updates, _ = tx.update(own, tx.init(own), own, attention_stats=stats)
     after = recorded({**PARAMS, **optax.apply_updates(own, updates)})
@@ -55,7 +64,7 @@ def test_the_last_layer_alone_is_trained_and_clipped():
 
 def test_heads_that_are_there_are_matrices_of_their_own():
     own = {"b": {"q": PARAMS["b"]["q"]}}
-    tx = mc.scale_by_muon(model=READING, beta=0.0, nesterov=False)
+    tx = mc.scale_by_muon(model=reading(), beta=0.0, nesterov=False)
     update, _ = tx.update(own, tx.init(own))
     whole = {**PARAMS, "b": {**PARAMS["b"], **own["b"]}}
     expected, _ = tx.update(whole, tx.init(whole))
@@ -67,17 +76,18 @@ def test_heads_that_are_there_are_matrices_of_their_own():
 def test_a_clip_that_lacks_a_leaf_says_which_and_what_to_use():
     own = {"b": {name: PARAMS["b"][name] for name in "qv"}}
     with pytest.raises(ValueError, match=r"not given 'b/k'.*model=.*mc\.muon"):
-        mc.muonclip(1e-3, model=READING).init(own)
-    mc.muon(1e-3, model=READING).init(own)
+        mc.muonclip(1e-3, model=reading()).init(own)
+    mc.muon(1e-3, model=reading()).init(own)
 
 
 def test_params_that_were_not_read_are_no_part_of_it():
     # Silent otherwise: all layers would be somewhere else, and nothing clipped.
-    tx = mc.qk_clip(model=READING)
+    tx = mc.qk_clip(model=reading())
     with pytest.raises(ValueError, match=r"other params: it has no 'net/a/"):
         tx.init({"net": PARAMS})
 
 
+@pytest.mark.more
 def test_adapters_of_nnx():
     class Attention(nnx.Module):
         def __init__(self, rngs):

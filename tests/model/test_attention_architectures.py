@@ -49,7 +49,7 @@ def clip_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("alpha", [0.0, more(0.25), 0.5, more(1.0)])
+@pytest.mark.parametrize("alpha", [more(0.0), more(0.25), 0.5, more(1.0)])
 def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
     params, measure, record, _, tau = setup(case)
     before = largest(measure(params))

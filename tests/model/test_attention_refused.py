@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import one_at_a_time
 from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
@@ -62,8 +63,7 @@ NORMS = (
 OTHERS = ("norm", "q_a_layernorm", "kv_norm", "kv_a_layernorm", "ln_1", "q_proj_lora")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm, kind", one_at_a_time(NORMS, KINDS))
 def test_norms_after_the_projections(kind, norm):
     attention, params = KINDS[kind]
     tx = mc.qk_clip(attention=attention)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from containers import table
+from helpers import one_at_a_time
 
 import muonclip_jax as mc
 
@@ -35,8 +36,7 @@ def projections(params):
 THREE = ("query", "key", "value")
 
 
-@pytest.mark.parametrize("name", ["o_proj", "wo", "out"])
-@pytest.mark.parametrize("count", [12, 5])
+@pytest.mark.parametrize("count, name", one_at_a_time([12, 5], ["o_proj", "wo", "out"]))
 def test_an_output_with_as_many_layers_tells_a_stack(name, count):
     params = {"layers": three(count, 8, 16) | {name: kernel(count, 16, 8)}}
     assert projections(params) == {(count, 8, 16)}

@@ -9,22 +9,23 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import ones
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
 
 def dense(inputs, outputs, bias=True):
-    kernel = {"kernel": jnp.ones((inputs, outputs))}
-    return kernel | ({"bias": jnp.ones(outputs)} if bias else {})
+    kernel = {"kernel": ones(inputs, outputs)}
+    return kernel | ({"bias": ones(outputs)} if bias else {})
 
 
 def conv(*shape):
-    return {"kernel": jnp.ones(shape), "bias": jnp.ones(shape[-1])}
+    return {"kernel": ones(*shape), "bias": ones(shape[-1])}
 
 
 def weight(inputs, outputs):
-    return {"weight": jnp.ones((outputs, inputs)), "bias": jnp.ones(outputs)}
+    return {"weight": ones(outputs, inputs), "bias": ones(outputs)}
 
 
 def run(name, *sizes, layer=dense):
@@ -113,7 +114,7 @@ def test_layers_that_may_write_the_output_are_asked_about(name):
 
 
 def arrays(**shapes):
-    return {name: jnp.ones(shape) for name, shape in shapes.items()}
+    return {name: ones(*shape) for name, shape in shapes.items()}
 
 
 def window(*channels, last=3):
@@ -137,8 +138,8 @@ LAST_OF_THEIR_NETWORK = {
     "coupling in Haiku": (
         {
             f"coupling_{i}/~/mlp/~/linear_{j}": {
-                "w": jnp.ones(pair),
-                "b": jnp.ones(pair[1]),
+                "w": ones(*pair),
+                "b": ones(pair[1]),
             }
             for i in range(3)
             for j, pair in enumerate(itertools.pairwise((5, 64, 64, 10)))
@@ -174,7 +175,7 @@ LAST_OF_THEIR_NETWORK = {
     ),
     "as many classes as a block is wide": (
         {
-            "embed": {"embedding": jnp.ones((99, 64))},
+            "embed": {"embedding": ones(99, 64)},
             "block": {"up": dense(64, 256), "down": dense(256, 64)},
             "fc": dense(64, 256),
         },
@@ -182,15 +183,15 @@ LAST_OF_THEIR_NETWORK = {
     ),
     "after a recurrent cell": (
         {
-            "embed": {"embeddings": jnp.ones((99, 64))},
-            "lstm/linear": {"w": jnp.ones((192, 512)), "b": jnp.ones(512)},
-            "linear": {"w": jnp.ones((128, 2)), "b": jnp.ones(2)},
+            "embed": {"embeddings": ones(99, 64)},
+            "lstm/linear": {"w": ones(192, 512), "b": ones(512)},
+            "linear": {"w": ones(128, 2), "b": ones(2)},
         },
         {"linear/w"},
     ),
     "a layer that says nothing in a module that does": (
         {
-            "embed": {"embedding": jnp.ones((99, 64))},
+            "embed": {"embedding": ones(99, 64)},
             "block": {"up": dense(64, 256), "down": dense(256, 64)},
             "final": {"modulation": dense(64, 128), "linear": dense(64, 64)},
         },
@@ -216,7 +217,7 @@ def test_what_only_its_own_network_would_take_is_asked_about(name):
 def test_what_repeated_modules_take_from_nobody_may_be_no_product():
     """A filter of 49 places, entry by entry; tokens are mixed by layers with a bias."""
     block = {"up": dense(64, 256), "down": dense(256, 64)}
-    filters = block | {"filter": {"kernel": jnp.ones((49, 64))}}
+    filters = block | {"filter": {"kernel": ones(49, 64)}}
     params = {"blocks": [filters, filters], "head": dense(64, 10)}
     assert asked(params) == {f"blocks/{i}/filter/kernel" for i in range(2)}
     mixer = block | {"mix": run("Dense_", 49, 32, 49)}
@@ -328,8 +329,8 @@ def test_a_gate_of_few_outputs_is_asked_about_unless_experts_are_next_to_it():
     gated = attention | {"gate": dense(64, 4)}
     assert asked({"attn": gated}) == {"attn/gate/kernel"}
     # As wide as what it gates, it is a matrix, also alongside heads that are as many.
-    heads = {x: {"kernel": jnp.ones((64, 4, 16))} for x in ("query", "key", "value")}
-    heads |= {"out": {"kernel": jnp.ones((4, 16, 64))}, "gate": dense(64, 64)}
+    heads = {x: {"kernel": ones(64, 4, 16)} for x in ("query", "key", "value")}
+    heads |= {"out": {"kernel": ones(4, 16, 64)}, "gate": dense(64, 64)}
     assert mc.param_labels({"attn": heads})["attn"]["gate"]["kernel"] == "matrix"
     moe = {"gate": dense(64, 4)} | {f"experts_{i}": dense(64, 64) for i in range(4)}
     assert mc.param_labels({"moe": moe})["moe"]["gate"]["kernel"] == "router"
@@ -353,7 +354,7 @@ def test_a_gate_of_few_outputs_is_asked_about_unless_experts_are_next_to_it():
 def test_constants_and_kernels_that_are_no_layers_are_asked_about(path):
     module, name = path.split("/")
     mlp = {"up": dense(64, 128), "down": dense(128, 64)}
-    assert asked({"mlp": mlp, module: {name: jnp.ones((16, 64))}}) == {path}
+    assert asked({"mlp": mlp, module: {name: ones(16, 64)}}) == {path}
     # What is called a projection is a layer.
     layers = {"mlp": mlp, "mask_proj": dense(16, 64), "norm_gate": dense(64, 128)}
     mask = mc.matrix_mask(layers)
@@ -367,10 +368,10 @@ def by_entries(params, x):
 def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
     """Either opinion may be wrong: both are given, and the user decides."""
     params = {
-        "Dense_0": {"kernel": jnp.ones((8, 16))},
-        "up": {"kernel": jnp.ones((16, 4))},
+        "Dense_0": {"kernel": ones(8, 16)},
+        "up": {"kernel": ones(16, 4)},
     }
-    reading = mc.read_model(by_entries, params, jnp.ones((8, 16)))
+    reading = mc.read_model(by_entries, params, ones(8, 16))
     with pytest.raises(ValueError, match="cannot decide") as error:
         mc.muon(1e-3, model=reading).init(params)
     message = str(error.value)
@@ -390,8 +391,8 @@ def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
 
 def test_a_kernel_of_a_module_that_no_name_knows_is_what_the_reading_says():
     params = {
-        "Gain_0": {"kernel": jnp.ones((8, 16))},
-        "up": {"kernel": jnp.ones((16, 4))},
+        "Gain_0": {"kernel": ones(8, 16)},
+        "up": {"kernel": ones(16, 4)},
     }
 
     def loss(params, x):
@@ -404,12 +405,12 @@ def test_a_kernel_of_a_module_that_no_name_knows_is_what_the_reading_says():
 def test_a_deep_model_asks_in_few_lines_that_lead_out():
     """The reading first, then a mapping; each kind of leaf is one line."""
     layer = {
-        "experts": {"up": jnp.ones((4, 8, 16)), "down": jnp.ones((4, 16, 8))},
-        "mix": {"kernel": jnp.ones((8, 3, 2, 8))},
-        "proj": {"kernel": jnp.ones((8, 8))},
+        "experts": {"up": ones(4, 8, 16), "down": ones(4, 16, 8)},
+        "mix": {"kernel": ones(8, 3, 2, 8)},
+        "proj": {"kernel": ones(8, 8)},
     }
     layers = {f"layers_{i}": layer for i in range(40)}
-    params = layers | {"odd": jnp.ones((4, 2, 2))} | run("Dense_", 8, 12, 11, 10)
+    params = layers | {"odd": ones(4, 2, 2)} | run("Dense_", 8, 12, 11, 10)
     with pytest.raises(ValueError, match="cannot decide") as error:
         mc.muon(1e-3).init(params)
     question, rest = str(error.value).split("Let the loss decide: model=mc.read_model")
@@ -438,7 +439,7 @@ def test_a_deep_model_asks_in_few_lines_that_lead_out():
 )
 def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
     *modules, name = path.split("/")
-    node = {name: jnp.ones(shape)} | ({"bias": jnp.ones(8)} if "symm" in path else {})
+    node = {name: ones(*shape)} | ({"bias": ones(8)} if "symm" in path else {})
     for module in reversed(modules):
         node = {module: node}
     mlp = {"up": dense(64, 256), "down": dense(256, 64)}

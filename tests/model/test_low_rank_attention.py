@@ -68,6 +68,7 @@ def labels(params):
     return jax.tree_util.tree_map_with_path(label, params)
 
 
+@pytest.mark.more
 def test_a_frozen_base_is_clipped_after_the_partition_alone():
     """The base is scaled, too: adapters alone could not hold the logits."""
     params, x = flax_params(), jnp.asarray(X, jnp.float32)

@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import one_at_a_time
 
 import muonclip_jax as mc
 
@@ -75,19 +76,18 @@ def made(name, stack="none"):
     return leaf, shape, owners_by_loops(layer, **loops)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name, stack", one_at_a_time(WRITTEN, STACKS))
 def test_scales_are_those_of_loops(name, stack):
-    leaf, shape, owners = made(name, stack)
-    assert leaf.heads == owners.max() + 1
+    leaf, shape, head_ids = made(name, stack)
+    assert leaf.heads == head_ids.max() + 1
     start, sizes = STACKS[stack]
     row = np.random.default_rng(0).uniform(size=(*sizes, leaf.heads)).astype("f4")
     expected = np.ones(shape, "f4")
     for layer in np.ndindex(sizes):
-        for place in np.ndindex(owners.shape):
-            if owners[place] >= 0:
+        for place in np.ndindex(head_ids.shape):
+            if head_ids[place] >= 0:
                 at = (*place[:start], *layer, *place[start:])
-                expected[at] = row[(*layer, owners[place])]
+                expected[at] = row[(*layer, head_ids[place])]
     found = np.broadcast_to(leaf.spread(jnp.asarray(row)), shape)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.broadcast_to(leaf.spread(row, 1), shape), expected)

@@ -163,6 +163,7 @@ def test_flat_heads_are_those_of_an_axis():
         )
 
 
+@pytest.mark.more
 def test_heads_in_groups_are_a_matrix_each():
     shapes = {"query": (16, 2, 3, 4), "key": (16, 2, 4)}
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}

@@ -42,6 +42,7 @@ def test_right_or_asked_in_a_way_that_one_paste_answers(model):
     assert "why" in mc.describe(params, dimension_numbers=rules, attention=[])
 
 
+@pytest.mark.more
 def test_hardly_any_leaf_is_asked_about():
     counts = sum((count(model["leaves"]) for model in MODELS), collections.Counter())
     assert counts["leaves"] > 2500 and counts["wrong"] == 0

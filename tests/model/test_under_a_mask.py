@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import normal, one_at_a_time
 from optax.contrib import MuonDimensionNumbers
 from trees_of_others import build, read_models
 
@@ -124,8 +124,7 @@ def chain(scale_by_muon):
     )
 
 
-@pytest.mark.parametrize("rms", SCALES)
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name, rms", one_at_a_time(PARAMS, SCALES))
 def test_as_muon_does_or_an_error_whose_advice_works(name, rms):
     params = PARAMS[name]
     expected = one_step(mc.muon(1.0, consistent_rms=rms, weight_decay=0.0), params)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal, polynomial_of
+from helpers import more, normal, one_at_a_time, polynomial_of
 
 import muonclip_jax as mc
 
@@ -31,7 +31,7 @@ def reference(gradients, nesterov=True, beta=0.95):
     return polynomial_of(ahead, mc.NS_COEFFS["keller"])
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("nesterov", [True, more(False)])
 @pytest.mark.parametrize(("momentum", "scale"), [("float16", 8e3), ("float16", 1e-3)])
 @pytest.mark.parametrize("gradients", SHORT)
 def test_momentum_in_float16_stays_finite(gradients, momentum, scale, nesterov):
@@ -59,10 +59,10 @@ BETAS = {
 }
 
 
-@pytest.mark.parametrize("params", ["float16", "float32"])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("scale", [1e-2, 3e3])
-@pytest.mark.parametrize("betas", BETAS)
+@pytest.mark.parametrize(
+    "betas, scale, nesterov, params",
+    one_at_a_time(BETAS, [1e-2, 3e3], [True, False], ["float16", "float32"]),
+)
 def test_momentum_in_float16_when_beta_changes(betas, scale, nesterov, params):
     betas, once = BETAS[betas], (1.5, -0.5, 0.0)
     tx = optax.inject_hyperparams(mc.scale_by_muon, static_args=("mu_dtype",))(
@@ -97,7 +97,7 @@ def test_momentum_in_float32_is_the_sum():
     np.testing.assert_allclose(state.mu["w"], 1.95 * grads["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["jit", "eager", "disable_jit"])
+@pytest.mark.parametrize("way", ["jit", more("eager"), more("disable_jit")])
 @pytest.mark.parametrize(
     ("params", "gradients", "momentum"),
     [*itertools.product(SHORT, SHORT, [None]), ("float32", "bfloat16", "float16")],

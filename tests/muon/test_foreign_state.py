@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import serialization
-from helpers import normal
+from helpers import more, normal
 
 import muonclip_jax as mc
 
@@ -20,7 +20,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("is_jitted", [False, more(True)])
 @pytest.mark.parametrize(
     "before, after",
     [

@@ -44,6 +44,7 @@ def test_each_piece_is_a_matrix_of_its_own(name, rms):
     )
 
 
+@pytest.mark.more
 def test_all_of_them_in_one_tree():
     """Pieces of one shape share a stack, whichever leaves they come from."""
     params = {name: leaf_of(case, i) for i, (name, case) in enumerate(CASES.items())}

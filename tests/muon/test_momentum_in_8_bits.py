@@ -65,6 +65,7 @@ def gradients(values, generator):
         yield jnp.asarray((left * gains) @ right.T, jnp.float32)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spectrum", few(SPECTRA, "rank 10"))
 def test_update_after_200_steps(spectrum):
     stream = gradients(SPECTRA[spectrum], np.random.default_rng(0))
@@ -199,6 +200,7 @@ def walk(tx, steps, names=tuple(LEAVES)):
     return updates, state
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "nesterov, names", [more(True, tuple(LEAVES)), (False, ("up",))]
 )

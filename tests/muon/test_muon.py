@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import more, polynomial_of, ROOT
+from helpers import more, one_at_a_time, polynomial_of, ROOT
 from internals import platform_with
 
 import muonclip_jax as mc
@@ -25,15 +25,19 @@ def every_speed_feature():
         yield
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scale", [more("original"), "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", ["nesterov", more("heavyball")])
 def test_follows_torch_with_every_speed_feature(scale, momentum, every_speed_feature):
     check_against_torch(scale, momentum, orthogonalizer=mc.NewtonSchulz(method="gram"))
 
 
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
-@pytest.mark.parametrize("method", ["auto", "standard"])
+@pytest.mark.parametrize(
+    "method, momentum, scale",
+    one_at_a_time(
+        ["auto", "standard"], ["nesterov", "heavyball"], ["original", "match_rms_adamw"]
+    ),
+)
 def test_follows_torch(scale, momentum, method):
     check_against_torch(scale, momentum, orthogonalizer=mc.NewtonSchulz(method=method))
 
@@ -67,6 +71,7 @@ def gradients(seed, shapes):
     }
 
 
+@pytest.mark.more
 @pytest.mark.skipif(
     "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters,
     reason="Optax before 0.2.8 has one scaling",
@@ -136,8 +141,12 @@ def test_per_head_matrices():
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "mu_dtype, dtype",
+    one_at_a_time(
+        [None, jnp.bfloat16, jnp.float32], [jnp.float16, jnp.bfloat16, jnp.float32]
+    ),
+)
 def test_dtypes_never_change(dtype, mu_dtype):
     params = {"w": jnp.ones((4, 6), dtype), "b": jnp.ones(4, dtype)}
     tx = mc.muon(1e-2, mu_dtype=mu_dtype)

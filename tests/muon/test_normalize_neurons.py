@@ -195,6 +195,7 @@ def assert_vectors_only(text):
             assert entries <= 4 * 16 * 2, shapes
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_next_to_metadata_of_axes(type_):
     """Flax lays what is in a param's box as the param: `v` is in none."""

@@ -154,6 +154,7 @@ def test_it_sees_inputs_by_outputs_in_float32():
     np.testing.assert_allclose(rows, 1, rtol=0.01)
 
 
+@pytest.mark.more
 def test_the_gradient_of_an_update_is_that_of_the_function():
     def through(orthogonalizer):
         tx = mc.scale_by_muon(orthogonalizer=orthogonalizer)

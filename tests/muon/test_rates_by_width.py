@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import muonclip_jax as mc
 
 
+@pytest.mark.more
 def test_mup_is_the_root_of_fan_out_over_fan_in():
     shapes = {
         "wide": ((4, 10), Numbers(0, 1), 10 / 4),

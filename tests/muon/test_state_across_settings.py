@@ -81,7 +81,7 @@ def by_pickle(tx, state, folder):
     return pickle.loads(pickle.dumps(jax.device_get(state)))
 
 
-@pytest.mark.parametrize("restore", [by_pickle, by_msgpack, more(by_orbax)])
+@pytest.mark.parametrize("restore", [more(by_pickle), by_msgpack, more(by_orbax)])
 @pytest.mark.parametrize(
     "saved, given",
     [

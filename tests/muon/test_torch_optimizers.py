@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import ROOT
+from helpers import one_at_a_time, ROOT
 
 import muonclip_jax as mc
 
@@ -75,8 +75,7 @@ def recorded(name, step):
     return {str(j): jnp.asarray(RECORDED[f"{name}_{j}"][step].T) for j in range(2)}
 
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name, first", one_at_a_time(list(ROWS), [0, 2]))
 def test_follows(name, first):
     params = recorded(f"{name}_params", first)
     tx = mc.muon(0.02, **settings(ROWS[name]))

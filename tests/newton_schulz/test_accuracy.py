@@ -56,8 +56,9 @@ def error_of(spectrum, name, **options):
     return np.linalg.norm(difference) / np.linalg.norm(exact)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
+@pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spectrum):
     standard = error_of(spectrum, name, method="standard", dtype="bfloat16")
     assert error_of(spectrum, name, method="gram", dtype="bfloat16") < 2 * standard
@@ -65,7 +66,7 @@ def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spec
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
+@pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_gram_in_float32_equals_standard(name, spectrum):
     """To 1e-5, or to what rounding does to the standard form of a steep schedule."""
     x = matrix_with(spectrum)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import UNSAFE_CANS
+from helpers import one_at_a_time, UNSAFE_CANS
 from internals import check_schedule, resolve_schedule
 
 import muonclip_jax as mc
@@ -32,8 +32,10 @@ def test_preset_maps_its_interval_to_the_published_band(name):
     assert low <= values.min() and values.max() <= high
 
 
-@pytest.mark.parametrize("name", sorted(mc.NS_COEFFS))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype, name",
+    one_at_a_time(["float16", "bfloat16", "float32", "float64"], sorted(mc.NS_COEFFS)),
+)
 def test_presets_are_stable_in_every_compute_dtype(name, dtype):
     check_schedule(mc.NS_COEFFS[name], dtype)
 

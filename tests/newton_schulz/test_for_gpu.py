@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, few, matrix_of, more, normal, polynomial_of, tolerance
+from helpers import (
+    assert_close,
+    few,
+    matrix_of,
+    more,
+    normal,
+    one_at_a_time,
+    polynomial_of,
+    tolerance,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import solver
@@ -33,9 +42,11 @@ def relative_error(y, exact):
     return np.linalg.norm(y - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", few(sorted(mc.NS_COEFFS), "keller", "polar_express"))
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "spectrum, method", one_at_a_time(SPECTRA, ["standard", "gram"])
+)
+@pytest.mark.parametrize("name", few(sorted(mc.NS_COEFFS), "keller"))
 def test_float16_is_more_exact_than_bfloat16(name, spectrum, method):
     x = matrix_of(SPECTRA[spectrum], 96, 320)
     exact = polynomial_of(x, mc.NS_COEFFS[name])
@@ -111,10 +122,13 @@ def test_any_triple(a, c, method, steps):
 
 
 @pytest.mark.parametrize(
-    "triple", [(0.0, 2.0, -1.0), (1.5, 0.0, -0.5), (2.0, -1.0, 0.0)]
+    "method, platform, triple",
+    one_at_a_time(
+        ["standard", "gram"],
+        ["cpu", "gpu", "tpu"],
+        [(0.0, 2.0, -1.0), (1.5, 0.0, -0.5), (2.0, -1.0, 0.0)],
+    ),
 )
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("method", ["standard", "gram"])
 def test_triples_with_a_zero(triple, platform, method):
     """Without a slope nothing of X is kept, and zeros stay zeros."""
     schedule = (triple,) * 2

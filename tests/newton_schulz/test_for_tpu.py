@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, matrix_of, more, of_newton_schulz, polynomial_of
+from helpers import (
+    assert_close,
+    matrix_of,
+    more,
+    of_newton_schulz,
+    one_at_a_time,
+    polynomial_of,
+)
 from internals import Matrices, matrix_view, on_one_device, platform_with, solver
 from optax.contrib import MuonDimensionNumbers
 
@@ -24,9 +31,13 @@ def exact(stack):
     return np.stack([polynomial_of(x, KELLER) for x in stack])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("kind", ["frobenius", "aol", "equilibrated"])
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "kind, method, platform",
+    one_at_a_time(
+        ["frobenius", "aol", "equilibrated"], ["standard", "gram"], ["cpu", "tpu"]
+    ),
+)
 def test_tall_matrices_are_wide_ones_turned(platform, method, kind):
     """In one block and, as on CPU, in two."""
     wide = jnp.float32(matrices(2, 12, 30))

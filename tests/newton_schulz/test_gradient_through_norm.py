@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import normal, one_at_a_time
 
 import muonclip_jax as mc
 
@@ -37,8 +37,10 @@ def by_differences(x, step=1e-5):
     return found
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-16, 1e16, 1e30])
-@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize(
+    "method, scale",
+    one_at_a_time(["standard", "gram"], [1.0, 1e-30, 1e-16, 1e16, 1e30]),
+)
 def test_every_scale(scale, method):
     expected = by_differences(X)
     actual = gradient(X * scale, method=method) * scale

@@ -19,6 +19,7 @@ def compiled(x, **options):
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.more
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="accelerators write it out")
 def test_more_steps_take_no_more_memory():
     x = normal(0, 1, 256, 512)

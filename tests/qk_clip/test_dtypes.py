@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import more, normal
 
 import muonclip_jax as mc
 
@@ -39,7 +39,7 @@ def test_the_function_on_params_rounds_once(param):
         assert (np.abs(actual - exact) <= (eps / 2 + 1e-6) * np.abs(exact) + tiny).all()
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("alpha", [more(0.0), 0.5, more(1.0)])
 @pytest.mark.parametrize(("param", "update"), list(itertools.product(DTYPES, DTYPES)))
 def test_updates_lead_where_the_function_does(param, update, alpha):
     """Down to a thousandth of the old weight, where a short update has no digits."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import of_heads
+from helpers import of_heads, ones
 
 import muonclip_jax as mc
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def layer(*shape):
-    return {name: {"kernel": jnp.ones(shape)} for name in ("query", "key")}
+    return {name: {"kernel": ones(*shape)} for name in ("query", "key")}
 
 
 PARAMS = {"deep": {"layers": layer(3, 8, 2, 4)}, "head": layer(8, 4, 2)}

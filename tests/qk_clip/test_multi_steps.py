@@ -117,6 +117,7 @@ def test_a_model_without_attention():
     assert state.running.shape == (0,)
 
 
+@pytest.mark.more
 def test_in_an_nnx_optimizer():
     model = nnx_model()
     optimizer = nnx.Optimizer(
@@ -247,6 +248,7 @@ def test_attention_that_a_clip_refuses_is_no_matter_without_one():
         make(optax.chain(optax.sgd(0.1), mc.qk_clip(attention=()))).init(params)
 
 
+@pytest.mark.more
 def test_no_statistics_in_flaxs_optimizers_without_a_clip():
     tx = mc.multi_steps(mc.muon(0.1), 2)
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)

@@ -19,6 +19,7 @@ from helpers import (
     nnx_model,
     nnx_stats,
     normal,
+    one_at_a_time,
     randomize,
     ScannedModel,
 )
@@ -71,8 +72,7 @@ def case_of(name):
     return CASES[name]()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("alpha, case", one_at_a_time([0.0, 0.3, 0.5, 1.0], CASES))
 def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
     params, measure = case_of(case)
     before = largest(measure(params))

@@ -162,7 +162,7 @@ def by_one_device(gradients):
 @pytest.mark.parametrize(
     ("name", "map_"),
     [
-        ("its own axis", "pmap"),
+        more("its own axis", "pmap"),
         more("told the axis", "shard_map"),
         ("in a chain", "shard_map unchecked"),
     ],
@@ -179,7 +179,7 @@ def test_gradients_are_averaged_before_they_are_accumulated(name, map_):
     chex.assert_trees_all_close(*accumulated, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("map_", ["pmap", "shard_map"])
+@pytest.mark.parametrize("map_", [more("pmap"), "shard_map"])
 def test_all_replicas_skip_what_is_not_finite_on_one(map_):
     """Where each decided for itself, some would wait for others forever."""
     skip = {"should_skip_update_fn": optax.skip_not_finite}

@@ -27,7 +27,7 @@ from pieces_of_cases import (
 
 
 generator = np.random.default_rng(3)
-NEAR = jnp.asarray(generator.integers(0, T, (T, 3)))
+NEAR = generator.integers(0, T, (T, 3), np.int32)
 EDGES = jnp.asarray(np.stack([np.arange(20) % T, generator.integers(0, T, 20)]))
 
 
@@ -39,7 +39,7 @@ def neighbours_by_multiply_and_sum(p, x, near):
     return end(p, x, (w * v[:, near]).sum(2).reshape(B, T, D))
 
 
-@case(SAYS, one(), X, jnp.stack([NEAR, NEAR[::-1]]), attention="read")
+@case(SAYS, one(), X, np.stack([NEAR, NEAR[::-1]]), attention="read")
 def neighbours_of_each_example(p, x, near):
     def attend(q, k, v, near):
         logits = noted(jnp.sum(k[near] * q[:, None], -1) / 2, heads=-1)

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from pieces_of_cases import (
     array,
     B,
@@ -23,6 +24,7 @@ from pieces_of_cases import (
 
 
 MLP = weights(up=(D, F), down=(F, D), head=(D, C))
+MASK = np.asarray(np.arange(D)[:, None] % 2 * np.ones(F), np.float32)
 SAYS = "up down 0|1; head head"
 
 
@@ -31,7 +33,7 @@ def mlp(p, x, up, down=None):
     return (x + jax.nn.gelu(x @ up) @ down) @ p["head"]
 
 
-@case(SAYS, MLP, X, jnp.ones((D, F)).at[::2].set(0))
+@case(SAYS, MLP, X, MASK)
 def mask_among_the_arguments(p, x, mask):
     return mlp(p, x, jnp.where(mask > 0, p["up"], 0))
 
@@ -69,11 +71,14 @@ def flax_of_eight_bits(p, rest, x):
     return _Float8().apply({"params": p, **rest}, x)
 
 
-_FLOAT8 = _Float8().init(jax.random.key(0), X)
+_FLOAT8 = jax.eval_shape(_Float8().init, jax.random.key(0), X)
 case(
     "mix/kernel 0|1; head/kernel head",
-    _FLOAT8["params"],
-    {k: v for k, v in _FLOAT8.items() if k != "params"},
+    {"mix": {"kernel": array("mix", D, D)}, "head": {"kernel": array("head", D, C)}},
+    jax.tree.map(  # scales and the largest entries so far
+        lambda x: np.ones(x.shape, x.dtype),
+        {k: v for k, v in _FLOAT8.items() if k != "params"},
+    ),
     X,
 )(flax_of_eight_bits)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
     array,
@@ -187,7 +188,7 @@ def logits_as_distances(p, x):
     return end(p, x, mixed(soft(s), v))
 
 
-LAYERS = {n: jnp.stack([ONE[n], array("two" + n, D, D)]) for n in "qkvo"}
+LAYERS = {n: np.stack([ONE[n], array("two" + n, D, D)]) for n in "qkvo"}
 
 
 @case(

@@ -26,9 +26,13 @@ from pieces_of_cases import (
 
 
 N = 4
-KEYS, VALUES = array("keys", B, N, H, K, scale=4.0), array("values", B, N, H, K)
-ROWS = jnp.ones((T,)), np.tril(np.ones((T, T), np.float32))
-START = jnp.full((B, T, H), -1e30), jnp.zeros((B, T, H)), jnp.zeros((B, T, H, K))
+KEYS = np.asarray(array("keys", B, N, H, K, scale=4.0))
+VALUES = np.asarray(array("values", B, N, H, K))
+ROWS = np.ones(T, np.float32), np.tril(np.ones((T, T), np.float32))
+START = (
+    np.full((B, T, H), -1e30, np.float32),
+    *(np.zeros((B, T, H, *of), np.float32) for of in ((), (K,))),
+)
 
 
 def _added(state, q, key, value, **where):

@@ -33,7 +33,7 @@ def array(name: str, *shape: int, scale: float | None = None) -> jax.Array:
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     if scale is None:
         scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.5
-    return jnp.asarray(scale * generator.normal(size=shape), jnp.float32)
+    return jax.device_put(np.asarray(scale * generator.normal(size=shape), np.float32))
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -42,12 +42,12 @@ def weights(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
 
 def gains(size: Any, name: str = "gain") -> jax.Array:
     shape = size if isinstance(size, tuple) else (size,)
-    return 1.5 + jnp.abs(array(name, *shape))
+    return jax.device_put(1.5 + np.abs(np.asarray(array(name, *shape))))
 
 
-X = array("x", B, T, D, scale=1.5)
+X = np.asarray(array("x", B, T, D, scale=1.5))  # of which parts are taken at import
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)))
-KEY = jax.random.key_data(jax.random.key(3))
+KEY = jnp.asarray(np.asarray([0, 3], np.uint32))  # of `jax.random.key(3)`
 
 DISTANCE = np.arange(T)[:, None] - np.arange(T) + T - 1
 CAUSAL = np.tril(np.ones((T, T), bool))

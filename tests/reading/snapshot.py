@@ -79,10 +79,10 @@ def snapshot(name: str) -> dict[str, str]:
     for layer in reading.attention:
         for role in ("query", "key", "rotary_query"):
             for leaf in getattr(layer, role):
-                owners = f"{leaf.owners.shape} {leaf.owners.tolist()}".encode()
+                head_ids = f"{leaf.head_ids.shape} {leaf.head_ids.tolist()}".encode()
                 said[f"layer '{layer.path}', {role} {leaf.path}"] = (
                     f"stack {leaf.stack}, {leaf.heads} heads, of all {leaf.is_of_all}, "
-                    f"owners {hashlib.sha256(owners).hexdigest()[:8]}"
+                    f"owners {hashlib.sha256(head_ids).hexdigest()[:8]}"
                 )
     said["refused"] = _with_code("; ".join(reading.refused))
     tables = str(reading.table(collapse=False)).split("\n\n")

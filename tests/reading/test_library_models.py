@@ -100,6 +100,7 @@ def test_what_an_expert_says(name):
 WITH_ATTENTION = [name for name in MODELS if MODELS[name].layers]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(WITH_ATTENTION, "gpt_neox"))
 def test_recorded_and_clipped(name):
     model = MODELS[name]

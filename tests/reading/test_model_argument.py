@@ -64,6 +64,7 @@ def test_labels_and_the_table():
     assert f"query, {HEADS} heads" in mc.describe(PARAMS, model=reading())
 
 
+@pytest.mark.more
 def test_a_head_over_the_threshold_has_it_after_a_step_of_rate_zero():
     step = jax.jit(jax.value_and_grad(mc.record_attention(loss), has_aux=True))
     (value, stats), grads = step(PARAMS, TOKENS)
@@ -80,6 +81,7 @@ def test_a_head_over_the_threshold_has_it_after_a_step_of_rate_zero():
     np.testing.assert_allclose(largest(clipped), np.minimum(before, TAU), rtol=1e-4)
 
 
+@pytest.mark.more
 def test_muon_takes_what_was_read():
     matrices = {"b", "c"}
     numbers = {

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from by_numbers import Case, largest, noted
 from pieces_of_cases import array, B, cut, D, H, K, weights
 
@@ -33,6 +34,7 @@ def _written(p, x, y):
     return jnp.tanh(x + y.reshape(x.shape) @ p["o"])
 
 
+@pytest.mark.more
 def test_a_memory_of_transformer_xl():
     """Its keys are made of activations that the segment before left."""
     n, m = 4, 3

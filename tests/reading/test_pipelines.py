@@ -138,6 +138,7 @@ def on_stages(stack):
     return mesh, jax.device_put(params_of(*stack), NamedSharding(mesh, spec))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pipeline", [rolled, permuted])
 def test_recorded_and_clipped_as_in_a_loop(pipeline):
     params, x = params_of(STAGES), microbatches()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import few, more, naive_logits, normal
+from helpers import few, more, naive_logits, normal, one_at_a_time
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_read_attention import PARAMS, WAYS
@@ -53,7 +53,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize(
     "way",
-    few(list(WAYS), "in two blocks", "in a branch"),
+    few(list(WAYS), "in two blocks"),
 )
 def test_nothing_changes_however_attention_is_computed(way):
     def loss(p, x):
@@ -98,6 +98,7 @@ def _custom_vjp(p, x):
     return f(p, x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "call", few([_jitted, _remat, _custom_jvp, _custom_vjp], _remat)
 )
@@ -164,9 +165,9 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "jit, loop, name", one_at_a_time([False, True], [False, True], WEIGHTS)
+)
 def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
     def attend(p, x):
         logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
@@ -283,6 +284,7 @@ def _objects():
     return net, {"rngs": (rngs, nnx.Variable(jnp.zeros(())))}, X_NET, extras
 
 
+@pytest.mark.more
 def test_what_changes_in_objects_of_nnx_among_all_arguments_is_kept():
     """Statistics, keys, metrics, counters, new attributes; one object in two places."""
     plain, recorded = _objects(), _objects()

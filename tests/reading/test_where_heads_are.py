@@ -118,4 +118,4 @@ def test_heads_are_followed_through_exchanges_between_devices(exchange):
     params = {name: jnp.ones((D, H * DIM)) for name in "qkv"}
     (layer,) = mc.read_model(loss, params, jnp.ones((T, D))).attention
     for leaf in (*layer.query, *layer.key):
-        assert leaf.owners.ravel().tolist() == np.repeat(np.arange(H), DIM).tolist()
+        assert leaf.head_ids.ravel().tolist() == np.repeat(np.arange(H), DIM).tolist()

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 B, T, D, V = 2, 6, 16, 23  # batch, tokens, features, vocabulary
-CAUSAL = jnp.tril(jnp.ones((T, T), bool))
+CAUSAL = jnp.asarray(np.tril(np.ones((T, T), bool)))
 
 
 class Leaf(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from pictures import panels
-from scipy import stats
 from tables import Table
 
 from ..intervals import interval
@@ -132,6 +131,8 @@ def power(cases: list[Case]) -> str:
     x, y = (np.log2([getattr(case, of) for case in cases]) for of in ("adamw", "best"))
     if not np.ptp(x):
         return ""
+    from scipy import stats  # takes a second
+
     fitted: Any = stats.linregress(x, y)
     half = stats.t.ppf(0.975, len(cases) - 2) * fitted.stderr
     return f" and grows with its power {fitted.slope:.2f} ± {half:.2f}"
