@@ -18,10 +18,6 @@ from .paths import is_masked, LeafAt, Path, Shape
 from .stacks import given_stacks, Stack, stack_at, StackAxes
 
 
-# Outputs of attention in penzai and praxis: common words, so only if nothing else is.
-_OUT_IN_ATTENTION = ("output", "post", "proj")
-
-
 def find_stacks(
     leaf_at: LeafAt,
     stack_axes: StackAxes,
@@ -42,21 +38,19 @@ def find_stacks(
 def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
     norms = {p for p in shapes if names.is_norm(p)}
-    kernels = [p for p in shapes if p[-1] in names.KERNELS and p not in norms]
+    kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
     vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one
         # that is not just the last axes of its kernel is of a stack.
-        by_module = {
-            p[:-1]: without_ones(shapes[p]) for p in shapes if p[-1][:1] == "b"
-        }
-        own = {p: by_module[p[:-1]] for p in kernels if p[:-1] in by_module}
-        if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
-            vectors, places = list(own.values()), (0,)
+        biases = {p[:-1]: without_ones(x) for p, x in shapes.items() if p[-1][0] == "b"}
+        pairs = [(biases.get(p[:-1], ()), shapes[p]) for p in kernels]
+        if any(bias != kernel[-len(bias) :] for bias, kernel in pairs if bias):
+            vectors, places = [bias for bias, _ in pairs if bias], (0,)
     depth = min(map(len, vectors), default=0) - 1
     # A gain for each output of the one kernel there, as of each head, is no stack.
     is_one = len(kernels) == 1 and all(
-        x == shapes[kernels[0]][-len(x) :] for x in vectors
+        x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )
     if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
         return {}
@@ -86,7 +80,7 @@ class Leaf(NamedTuple):
     role: str = ""  # in a layout
     letters: tuple[str, ...] = ()  # of the layout, or of several that fit
     experts: Shape | None = None  # the shape of the router
-    is_part: bool = False  # of a norm's size, or of what is next to it
+    is_part: bool = False  # a kernel is next to it
     hides: bool = False  # a mask hides what may decide
 
     @property
@@ -120,8 +114,8 @@ class Leaf(NamedTuple):
         return self.shape[1:-1] if self.is_turned else self.shape[:-2]
 
     @property
-    def is_row(self) -> bool:
-        return self.is_kernel and self.shape[-1] == 1
+    def is_square(self) -> bool:
+        return len(self.window) > 1 and len({*self.window}) == 1
 
     @property
     def features(self) -> int:
@@ -146,37 +140,37 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     layer_at = {path: layers[own] for own, path in written.items()}
     bias_of = {own: layer_at.get((*x[:-1], "bias")) for own, x in written.items()}
 
-    def outputs_first(own: Path) -> int | None:
-        """How many outputs a kernel has in front, by its bias; `None` if it is open."""
+    def is_outputs_first(own: Path) -> bool | None:
+        """Whether a bias shows that outputs come first; `None` if it is open."""
         shape, bias = layers[own], without_ones(bias_of[own] or ())
-        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-        is_told = first != last and 0 < len(bias) < len(shape)
-        return len(bias) * first if is_told else None
+        first, last = shape[:1] == bias, shape[-1:] == bias
+        return first if first != last and len(shape) > 1 else None
 
     # In Equinox and Haliax the outputs of a `weight` come first, unless the biases of
     # other weights disagree. Square kernels, and kernels without a bias, have no vote.
     weights = {
         own
         for own, path in written.items()
-        if "weight" in ".".join(own[-2:]).split(".")[-2:] and path[-1:] == ("kernel",)
+        if own and own[-1].split(".")[-1] == "weight" and path[-1] == "kernel"
     }
-    votes = [bool(x) for x in map(outputs_first, weights) if x is not None]
-    weights_turned = votes.count(True) >= votes.count(False)
+    votes = [x for x in map(is_outputs_first, weights) if x is not None]
+    weights_turned = sum(votes) * 2 >= len(votes)
     found: dict[Path, Leaf] = {}
     for own, path in written.items():
         shape, axes, bias = layers[own], axes_of[own], bias_of[own]
         is_kernel = path[-1:] == ("kernel",)
         spelled = own[-1].split(".")[-1] if is_kernel else "".join(path[-1:])
         kind = names.kind((*path[:-1], spelled))
-        is_table = kind == "embedding"
-        by = 0 if is_table and not is_kernel else outputs_first(own)
-        if by is None:
-            is_turned = own in weights and weights_turned and not is_table
-            is_turned &= without_ones(bias or ()) != shape  # else a gain
-            is_head = path[-2:-1] in (("query",), ("key",), ("value",))
-            by = (len(shape) - 1 if is_head else 1) * is_turned
+        is_array = kind == "embedding" and not is_kernel
+        is_turned = False if is_array else is_outputs_first(own)
+        if is_turned is None:
+            is_weight = own in weights and weights_turned and kind != "embedding"
+            is_turned = is_weight and without_ones(bias or ()) != shape  # else a gain
+        # All axes of heads come first.
+        has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
+        by = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = Leaf(own, path, shape, axes, bias, kind, bool(by))
+        found[own] = Leaf(own, path, shape, axes, bias, kind, is_turned)
     return found
 
 
@@ -202,21 +196,16 @@ def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
                 last = "kernel" if last == "0" else "bias"
         written[own] = (*module, last) if own else own
     # The roles of what is in each module, if it has those of attention.
-    roles: dict[Path, dict[str, str]] = {}
-    for path in written.values():
-        for depth, name in enumerate(path):
-            roles.setdefault(path[:depth], {})[name] = names.projection(name)
-    for below in roles.values():
-        if {"query", "key"} <= {*below.values()} and "out" not in below.values():
-            others = [name for name in below if name in _OUT_IN_ATTENTION]
-            below |= dict.fromkeys(others[:1], "out")
+    named = {path[: i + 1] for path in written.values() for i in range(len(path))}
+    count = Counter((x[:-1], names.projection(x[-1])) for x in named)
     for own, path in written.items():
         for depth in range(max(len(path) - 2, 0), len(path)):
-            role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
-            count = Counter(roles[path[:depth]].values())
+            module, rest = path[:depth], path[depth + 1 :]
+            role = names.projection(path[depth])
             # No second module may be called the same; a bare array needs an output.
-            in_attention = role and count[role] == 1 and count["query"] and count["key"]
-            if in_attention and (rest or count["out"]):
-                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
+            is_one = role and count[module, role] == 1
+            has_others = count[module, "query"] and count[module, "key"]
+            if is_one and has_others and (rest or count[module, "out"]):
+                written[own] = (*module, role, *(rest or ("kernel",)))
                 break
     return written

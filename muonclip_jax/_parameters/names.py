@@ -20,22 +20,22 @@ _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
 _SHORT = {"emb", "embd"}
 _OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
+# Learned, and added or compared to: positions, tokens, prompts, prototypes, decays.
 _POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
-_RELATIVE = _POSITIONS | {"relative", "rel"}
-# Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
-_LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
-_LEARNED |= {"codevectors", "log", "logs"}  # and decays, as logarithms
-_TOKENS = {"token", "tokens", "cls", "register", "registers"}
+_POSITIONS |= {"relative", "rel"}
+_ADDED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries", "cls"}
+_ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "logs"}
+_ADDED |= _POSITIONS
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Constants of a model, which some keep among the params, and what is multiplied entry
+# Constants of a model, which some keep among the params and what is multiplied entry
 # by entry though it is called a kernel.
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters", "static", "dynamic"}  # hyper-connections
+_FIXED |= {"filter", "filters", "static", "dynamic"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
-_HEADS |= {"predictions"}  # Keras' applications
+_HEADS |= {"logits", "predictions"}  # Keras' applications
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
 _ROLES = {
@@ -99,39 +99,33 @@ def kind(path: Path) -> str:
     # What Flax calls a kernel is what its module is called.
     called = module if is_kernel else own
     first, last = {*called[:1]}, {*called[-1:]}
-    is_layer, is_weight = bool(last & _LAYERS), is_kernel and name != "kernel"
+    is_layer, is_array = bool(last & _LAYERS), not is_kernel
     if "bias" in own[-1:]:
         return "bias"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    is_shift = "shift" in own and not is_kernel
+    is_shift = "shift" in own and is_array
     if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
         return "norm"
-    # A word has to end a table's name or begin it: `embeddings_project` is none. `emb`
-    # is one alone, but not in `time_emb`, which is often a layer after an embedding.
-    is_table = last & (_TABLES | _SHORT if len(called) == 1 else _TABLES)
-    if not is_kernel:
-        is_table = not is_layer and (_TABLES | _SHORT) & (first | last)
-    elif is_weight:  # `shared` by encoder and decoder, as in T5 and BART
-        is_shared = called == ("shared",) or ("embed" in first and not is_layer)
-        is_table = is_table or is_shared
+    # A word has to end a table's name, or begin that of an array or a `weight`:
+    # `embeddings_project` is none. `emb` in `time_emb` is often a layer after a table.
+    tables = _TABLES | (_SHORT if is_array or len(called) == 1 else set())
+    begins = tables if is_array else {"embed"} if name != "kernel" else set()
+    is_shared = called == ("shared",) and name != "kernel"  # as in T5 and BART
     of_tokens = last & {*_SHORT, "table", "matrix"} and _OF_TOKENS & {*called[:-1]}
-    if is_table or of_tokens or "W_E" in path[-2:]:  # papers on interpretability
+    is_table = last & tables or first & begins or is_shared or of_tokens
+    if (is_table and not is_layer) or "W_E" in path[-2:]:
         return "embedding"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
-    is_learned = is_weight and not is_layer and first & _RELATIVE
-    if not is_kernel:
-        is_learned = {*own} & (_POSITIONS | _TOKENS) or {*own[:1], *own[-1:]} & _LEARNED
-    if is_learned:
+    is_position = name != "kernel" and not is_layer and first & _POSITIONS
+    if is_position or (is_array and not _ADDED.isdisjoint(own)):
         return "added"
     is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
-    # `lm_head`, not `head_conv`, `pre_logits`, `logit_key`; an array may be called so.
-    is_head = "W_U" in path[-2:] or any(
-        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or "logits" in x)
-        for x in (module, called)
-    )
-    return "head" if is_head else ""
+    # `lm_head`, not `head_conv` or `logit_key`; an array may be called so.
+    ends = {*called[-1:], *module[-1:], *({"logits"} & {*called, *module})}
+    is_head = ends & _HEADS and "pre" not in first
+    return "head" if is_head or "W_U" in path[-2:] else ""
 
 
 def is_vector(path: Path) -> bool:

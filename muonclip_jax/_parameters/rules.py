@@ -1,20 +1,19 @@
 """What a leaf is by its name, its shape and what is next to it: a list of rules.
 
 Leaves are first written as Flax would have them, one layer of each stack, so that one
-list serves all libraries. The first rule that holds decides; `outputs` then has the
-rules on kernels that write the output.
+list serves all libraries. The first rule that holds decides; `outputs` then looks for
+kernels that may write the output. A rule that would have to guess asks.
 """
 
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
-from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
-from .outputs import Outputs
+from .layouts import ATTENTION, DENSE, layouts_of, Sides, sides_of, WITH_HEADS
+from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
@@ -22,7 +21,8 @@ from .verdict import EitherWay, Verdict
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
-_ROUTERS = (("router",), ("gate",), ("gates",))
+_ROUTERS = {"router", "gate", "gates"}
+_EXPERTS = {"expert", "experts"}
 
 
 class Rule(NamedTuple):
@@ -50,13 +50,13 @@ class Rule(NamedTuple):
         return Verdict(self.label, numbers, self.kind, is_sure=self.is_sure(leaf))
 
 
-def is_named(x: Leaf) -> bool:
+def is_said(x: Leaf) -> bool:
     """A kernel with a bias, or in a module that has a name, not a number in a list."""
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
 
 def is_small(x: Leaf) -> bool:
-    """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
+    """An array of a few rows may be gains; alongside a kernel, its mask or a vector."""
     is_few = min(x.shape) < _WINDOW and max(x.shape) >= 16
     is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
     return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
@@ -64,27 +64,25 @@ def is_small(x: Leaf) -> bool:
 
 def is_depthwise(x: Leaf) -> bool:
     """One input for each output, in a window; Keras has one output for each input."""
-    is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:]
-    is_window |= len(x.window) > 1 and len({*x.window}) == 1
+    is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:] or x.is_square
     is_one = (x.features == 1 and is_window) or x.shape[-1] == 1
     return is_one and {*x.window} != {1}
 
 
-def is_open(x: Leaf) -> bool:
-    """Nothing around an array says what its axes are, or several layouts fit it.
+def is_hidden(x: Leaf) -> bool:
+    """A mask hides norms and biases, which would show stacks and windows."""
+    is_open = x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)
+    return x.hides and is_open
 
-    A mask hides norms and biases, which would show stacks and windows.
-    """
-    if x.hides and (x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)):
-        return True
-    if len(x.letters) == 1 or as_expert(x):
-        return False
+
+def is_open(x: Leaf) -> bool:
+    """Several layouts fit, or nothing says that it is a kernel of one layer."""
     is_stack = x.is_turned and not x.bias and max(x.window) > _PATCH
     return bool(x.letters) or not x.is_kernel or is_stack
 
 
 def by_layout(x: Leaf) -> Sides | None:
-    return sides_of(x.letters[0]) if x.letters else None
+    return sides_of(x.letters[0]) if len(x.letters) == 1 else None
 
 
 def as_expert(x: Leaf) -> Sides | None:
@@ -117,14 +115,11 @@ def by_bias(x: Leaf) -> Sides | None:
 
 def as_window(x: Leaf) -> Sides | None:
     """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
-    if not x.is_conv or x.bias:
-        return by_bias(x) if x.is_conv else None
-    return Sides(range(-x.rank, -1), (-1,)) if len({*x.window}) == 1 else None
+    is_whole = x.is_conv and not x.bias and len({*x.window}) == 1
+    return Sides(range(-x.rank, -1), (-1,)) if is_whole else None
 
 
-DENSE = Sides((-2,), (-1,))
-
-#: Whatever the rank. A table is looked up; with a bias it is a layer, such as patches.
+#: In this order. With a bias, what is called a table is a layer, such as patches.
 RULES = (
     Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
     Rule("bias", lambda x: x.kind == "bias"),
@@ -139,7 +134,10 @@ RULES = (
 )
 #: Leaves of two axes. One row of weights has no singular values to make even.
 OF_TWO_AXES = (
-    Rule("one output", lambda x: x.is_row and not names.is_low_rank(x.path)),
+    Rule(
+        "one output",
+        lambda x: x.is_kernel and 1 in x.shape[-1:] and not names.is_low_rank(x.path),
+    ),
     Rule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
     Rule(
@@ -148,18 +146,20 @@ OF_TWO_AXES = (
         is_sure=lambda x: False,
     ),
     Rule("open", is_small, "asked"),
-    Rule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_named),
-    Rule("inputs, outputs", lambda x: DENSE, "matrix", is_named),
+    Rule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_said),
+    Rule("inputs, outputs", lambda x: DENSE, "matrix", is_said),
 )
 #: Leaves of more axes: shapes together decide, or a bias, or the name of a window.
 OF_MORE_AXES = (
-    Rule("open", is_open, "asked"),
+    Rule("open", is_hidden, "asked"),
     Rule("attention", lambda x: x.role in ATTENTION and by_layout(x), "matrix"),
     Rule("shapes together", by_layout, "matrix"),
     Rule("experts of a router", as_expert, "matrix"),
+    Rule("open", is_open, "asked"),
     Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
+    Rule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
     Rule("convolution", as_window, "matrix"),
-    Rule("bias shape", by_bias, "matrix"),
+    Rule("bias shape", lambda x: not x.is_conv and by_bias(x), "matrix"),
     Rule(
         "one layer", lambda x: not x.bias and {*x.shape[:-2]} == {1} and DENSE, "matrix"
     ),
@@ -171,9 +171,9 @@ def _guess(x: Leaf) -> Any:
     """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
     if x.rank == 3 and x.module in WITH_HEADS:
         return x.numbers((-3,), (-2, -1))
-    is_square = x.rank > 3 and len({*x.window}) == 1
     is_window = x.is_turned and x.rank > 2 and max(x.window) <= _PATCH
-    if is_square or is_window or (x.rank == 3 and x.module == "out"):
+    is_window |= (x.rank > 3 and x.is_square) or (x.rank == 3 and x.module == "out")
+    if is_window:
         return x.numbers(range(-x.rank, -1), (-1,))
     return x.numbers(*(((-3,), (-2,)) if x.is_turned and x.rank > 2 else DENSE))
 
@@ -192,26 +192,18 @@ class ByNames:
                 leaves[own] = leaves[own]._replace(kind=kind)
         # A mask of matrices hides vectors, and heads with them.
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
-        hides = any(map(names.is_vector, hidden))
+        self.hides = any(map(names.is_vector, hidden))
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
-        widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
-        # A mask of a kernel has its shape, a vector for each head its last two axes.
-        parts = {
-            (x.path[:-1], part)
-            for x in leaves.values()
-            if x.is_kernel or x.rank > 2
-            for part in (x.shape[:2], x.shape[-2:])
-        }
-        self.leaves: Mapping[Path, Leaf] = {}
-        for own, x in leaves.items():
-            role, letters = layouts.get(own, ("", ()))
-            self.leaves[own] = x._replace(
-                role=role,
-                letters=letters,
+        modules = {x.path[:-1] for x in leaves.values() if x.is_kernel or x.rank > 2}
+        self.leaves = {
+            own: x._replace(
                 experts=experts.get(own),
-                is_part=math.prod(x.shape) in widths or (x.path[:-1], x.shape) in parts,
-                hides=hides,
+                is_part=x.path[:-1] in modules,
+                hides=self.hides,
+                **layouts.get(own, {}),
             )
+            for own, x in leaves.items()
+        }
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
@@ -224,13 +216,15 @@ class ByNames:
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
-        if not any(x.hides for x in self.leaves.values()):
-            found |= Outputs(self.leaves, found, self.stacks).found()
+        if not self.hides:
+            found |= outputs_of(self.leaves, found, self.stacks)
         for own, verdict in found.items():
             start, depth = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:
-                sizes = self.leaf_at[own].shape[start : start + depth]
-                note = f"; stack of {' x '.join(map(str, sizes))} at axis {start}"
+                sizes = " x ".join(
+                    map(str, self.stacks[own].sizes(self.leaf_at[own].shape))
+                )
+                note = f"; stack of {sizes} at axis {start}"
                 found[own] = verdict._replace(note=note)
         return found
 
@@ -251,22 +245,20 @@ class ByNames:
 
 def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
     """The shape of a router, by its path and those of the experts next to it."""
+    last = {x.own: [{*names.words(name)[-1:]} for name in x.path] for x in leaves}
     found: dict[Path, Shape] = {}
     for router in (x for x in leaves if x.rank == 2):
-        said = [names.words(name)[-1:] for name in router.path]
-        at = next((i for i, x in enumerate(said) if x in _ROUTERS), None)
+        said = last[router.own]
+        at = next((i for i, word in enumerate(said) if word & _ROUTERS), None)
         if at is None:
             continue
         near = [x for x in leaves if x.path[:at] == router.path[:at] and x != router]
         stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
-        have_numbers = any(
-            names.words(name)[-1:] in (("expert",), ("experts",))
-            for x in near
-            for name in x.path[at:]
+        is_router = "router" in said[at] or any(
+            word & _EXPERTS for x in near for word in last[x.own][at:]
         )
-        is_router = said[at] == ("router",) or have_numbers
         if is_router or any(x.shape[-3] in router.shape for x in stacks):
-            found[router.own] = router.shape
             fits = (x for x in stacks if x.shape[-3] == router.shape[1])
             found |= {x.own: router.shape for x in fits if not x.is_turned}
+            found[router.own] = router.shape
     return found
