@@ -185,10 +185,10 @@ def param_labels(
     labels = []
     for path, verdict in zip(tree.paths, found, strict=True):
         # A leaf that is given to AdamW may be a table or a head all the same.
-        said = reading[path].label
+        own = reading[path]
         is_adamw = verdict.source == "given" and verdict.label == "vector"
-        is_kept = is_adamw and said not in ("matrix", FROZEN)
-        labels.append(said if is_kept else verdict.label)
+        is_kept = is_adamw and own.numbers is None and own.label != FROZEN
+        labels.append(own.label if is_kept else verdict.label)
     return tree.unflatten(labels)
 
 

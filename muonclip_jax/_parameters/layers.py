@@ -39,6 +39,7 @@ def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
+    # Libraries put layers first, after the first axis, or last.
     vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one

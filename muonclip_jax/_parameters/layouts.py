@@ -8,8 +8,8 @@ from .layers import Leaf
 from .paths import Path
 
 
-#: The kernels of one attention, a letter for each axis, small for inputs; one letter
-#: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
+#: The kernels of one attention, a letter for each axis: lower case for an input, upper
+#: case for an output; `n` and `N` are the same size. D, C, R, S are features or ranks that come in (of the query, of what is
 #: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
 #: groups. L, in front of all but those, and digits stack.
 LAYOUTS: tuple[Mapping[str, str], ...] = (
@@ -66,7 +66,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, Any]]:
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
             # A name by itself, such as `linear`, is no role unless its shape fits.
             is_role = bool(fitting) or len(members) > 1
-            about = dict(role=role * is_role, letters=tuple(letters.values()))
+            about = dict(role=role if is_role else "", letters=tuple(letters.values()))
             found[leaf.own] = about
     return found
 

@@ -82,7 +82,7 @@ def is_norm(path: Path) -> bool:
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """What has but a number in a list is called what the list is."""
+    """An item of a list has the name of the list."""
     *_, module, name = ("", "", *(x for x in path if not x.isdigit()))
     return name, module
 

@@ -28,7 +28,7 @@ _EXPERTS = {"expert", "experts"}
 class Rule(NamedTuple):
     """A kind of leaf, when it holds, and what is said of it.
 
-    The condition of a matrix returns its sides. "asked" is no label: the user is asked.
+    The condition of a matrix returns its sides. With "asked" in place of a label, an error asks the user.
     """
 
     kind: str
@@ -108,7 +108,8 @@ def by_bias(x: Leaf) -> Sides | None:
         for n in range(1, len(bias) + 1)
         if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
     ]
-    # Both ends may be the outputs: NetKet keeps them in front. Convolutions do not.
+    # Outputs may be first (NetKet) or last. A bias that fits both ends decides nothing,
+    # except for convolutions.
     is_either = bias == x.shape[: len(bias)] and not (x.is_conv or x.is_turned)
     return fitting[0] if len(fitting) == 1 and not is_either else None
 
@@ -125,9 +126,9 @@ RULES = (
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
-    # Nothing looks up one row: it is added.
     Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
-    Rule("embedding", lambda x: x.is_table),
+    # A table of one row is added and not looked up.
+    Rule("embedding", lambda x: x.is_table, "vector"),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
     Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
