@@ -8,10 +8,11 @@ from .layers import Leaf
 from .paths import Path
 
 
-#: The kernels of one attention, a letter for each axis: lower case for an input, upper
-#: case for an output; `n` and `N` are the same size. D, C, R, S are features or ranks that come in (of the query, of what is
-#: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
-#: groups. L, in front of all but those, and digits stack.
+#: The kernels of one attention. A letter stands for each axis: lower case for an input,
+#: upper case for an output; `n` and `N` are the same size. D, C, R, S are features or
+#: ranks that come in (of the query, of what is attended to, of latents), E what goes
+#: out; M = N * V is flat, N = K * G heads are in groups. L, in front of all but those,
+#: and digits stack.
 LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),

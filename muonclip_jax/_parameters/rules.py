@@ -28,7 +28,8 @@ _EXPERTS = {"expert", "experts"}
 class Rule(NamedTuple):
     """A kind of leaf, when it holds, and what is said of it.
 
-    The condition of a matrix returns its sides. With "asked" in place of a label, an error asks the user.
+    The condition of a matrix returns its sides. With "asked" in place of a label, an
+    error asks the user.
     """
 
     kind: str

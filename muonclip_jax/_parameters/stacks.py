@@ -65,7 +65,7 @@ def given_stacks(
             if x in _LAYERS or (x in _EXPERTS and i < rank - 1)
         ]
         if around:
-            # Scalars of the layers are stacked along their only axis, whatever is given.
+            # Scalars of layers are stacked along their only axis, whatever is given.
             axis = around[-1] if rank > 1 else 0
             stack = stack_at(axis, rank, min(1, rank))
             found[path] = stack or Stack(0, 0)
