@@ -39,7 +39,7 @@ class HeadMap(NamedTuple):
 
 
 class Refused(Exception):
-    """Raised if heads cannot be told apart, or are not heads of one layer."""
+    """Raised if heads cannot be distinguished, or are not heads of one layer."""
 
 
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
