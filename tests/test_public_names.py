@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import script_environment
-from jax.typing import DTypeLike
 
 import muonclip_jax as mc
 
@@ -74,9 +73,9 @@ def test_help_is_short(name):
     text = pydoc.plain(pydoc.render_doc(function))
     assert " at 0x" not in text
     parameters = inspect.signature(function).parameters
-    # `DTypeLike` is JAX's, and some versions write it out.
-    own = (x for x in parameters.values() if x.annotation != DTypeLike)
-    assert all(len(str(x)) < 100 for x in own)
+    # Without modules: where JAX has its array differs from version to version.
+    shown = (re.sub(r"(\w+\.)+", "", str(x)) for x in parameters.values())
+    assert all(len(x) < 100 for x in shown)
     bullets = re.findall(r"^- ((?:`\w+`(?:, )?)+):", inspect.getdoc(function), re.M)
     named = re.findall(r"`(\w+)`", " ".join(bullets))
     own = [x for x in named if x in parameters]
