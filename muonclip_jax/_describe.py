@@ -138,7 +138,7 @@ def _totals(layout: Layout) -> list[str]:
         if not paths.is_masked(x):
             count = math.prod(x.shape)
             own.append((name, count, copies[name] * count * x.dtype.itemsize))
-    is_frozen = FROZEN in map(optimizer_of, layout.leaves)
+    is_frozen = any(name == FROZEN for name, *_ in own)
     groups, whole = [*copies][: 2 + is_frozen], "all" if is_frozen else "both"
     return totals(("optimizer", "state"), own, groups, whole, _bytes)
 
@@ -184,15 +184,17 @@ def _row(
     decays: dict[paths.Path, str] | None,
 ) -> tuple[str, ...]:
     path, x = leaf.path, leaf.array
-    is_seen, decay = not paths.is_masked(x), [decays[path]] if decays else []
+    decay = [decays[path]] if decays else []
+    if paths.is_masked(x):
+        return (paths.show(path), "masked", "-", "-", *decay, "-", "-")
     return (
         paths.show(path),
-        str(tuple(x.shape)) if is_seen else "masked",
+        str(tuple(x.shape)),
         _matrices(leaf.view) if leaf.view else "-",
-        optimizer_of(leaf) if is_seen else "-",
+        optimizer_of(leaf),
         *decay,
-        leaf.verdict.why if leaf.verdict and is_seen else "-",
-        " + ".join(roles.get(path, ["-"])) if is_seen else "-",
+        leaf.verdict.why if leaf.verdict else "-",
+        " + ".join(roles.get(path, ["-"])),
     )
 
 

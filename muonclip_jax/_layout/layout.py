@@ -284,7 +284,8 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
 
 def check_gradients(leaves: Sequence[Leaf]) -> None:
     """Raises, naming the path, for a gradient of integers, bools or `float0`."""
-    for path, x, *_ in leaves:
+    for leaf in leaves:
+        path, x = leaf.path, leaf.array
         dtype = getattr(x, "dtype", type(x))
         if not (is_masked(x) or jax.numpy.issubdtype(dtype, np.inexact)):
             name = "float0" if dtype == jax.dtypes.float0 else np.dtype(dtype).name

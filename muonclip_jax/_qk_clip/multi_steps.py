@@ -161,15 +161,16 @@ def multi_steps(
         # Optax's own zeros do not depend on the params, so `jit` would not know how to
         # shard them.
         parts = [
-            StatePart(path, getattr(x, "dtype", None))
-            for path, x, *_ in layout.of(first.acc_grads)
+            StatePart(leaf.path, getattr(leaf.array, "dtype", None))
+            for leaf in layout.of(first.acc_grads)
         ]
         first = first._replace(
             acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
         )
-        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), layout.mesh)
+        mesh = layout.mesh
+        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), mesh)
         state = MultiStepsState(**first._asdict(), running=nothing)
-        return counts_replicated(state, layout.mesh)
+        return counts_replicated(state, mesh)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         check_state("multi_steps", isinstance(state, MultiStepsState))

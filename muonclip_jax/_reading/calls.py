@@ -25,16 +25,21 @@ class Call(NamedTuple):
     outputs: Callable[[Sequence[Any]], Any]
 
 
+def check_function(fun: Any) -> None:
+    """Raises if the first argument of a reading is no function."""
+    if not callable(fun):
+        raise ValueError(f"the function comes first, then the params; got {shown(fun)}")
+
+
 @contextlib.contextmanager
 def call_of(
     fun: Callable[..., Any], params: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[Call]:
     """Traces a function on the arrays among its arguments; other arguments stay.
 
-    **Raises:** `ValueError` if the first argument is no function.
+    **Raises:** `ValueError` as `check_function` does.
     """
-    if not callable(fun):
-        raise ValueError(f"the function comes first, then the params; got {shown(fun)}")
+    check_function(fun)
     # Only code that imports Flax has objects of NNX; nobody else has to install it.
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:

@@ -313,20 +313,21 @@ class Graph:
         self,
         atom: Atom,
         all_marks: AllMarks,
-        follow: Callable[[Eqn, int], Iterable[int]] = lambda eqn, _: range(
-            len(eqn.jaxpr_eqn.invars)
-        ),
+        follow: Callable[[Eqn, int], Iterable[int]] | None = None,
     ) -> list[Origin]:
         """Goes back from an array and returns all origins on the way.
 
-        `follow(at, k)` returns the operands to follow from an equation's `k`-th result.
+        `follow(eqn, k)` returns the operands to follow from an equation's `k`-th
+        result; without it all are followed.
         """
         found: list[Origin] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             found.append(origin)
-            eqn = origin.eqn
-            return [(i, None) for i in follow(eqn, origin.k)] if eqn else []
+            if (eqn := origin.eqn) is None:
+                return []
+            own = follow(eqn, origin.k) if follow else range(len(eqn.inputs()))
+            return [(i, None) for i in own]
 
         self.back(atom, all_marks, ahead)
         return found

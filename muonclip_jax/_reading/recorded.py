@@ -14,7 +14,7 @@ from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag, shown
 from . import jaxprs, kernels
 from .attention import Layer
-from .calls import Call, call_of
+from .calls import Call, call_of, check_function
 from .jaxprs import Address
 from .reading import read_call
 from .sites import Site
@@ -85,8 +85,7 @@ def record_attention(
         {'max_logits': Array([256., 256.], dtype=float32)}
     """
     has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
-    if not callable(fun):
-        raise ValueError(f"record_attention needs a function, got {shown(fun)}")
+    check_function(fun)
 
     @functools.wraps(fun)
     def recorded(*args: Any, **kwargs: Any) -> Any:
