@@ -167,7 +167,7 @@ def _users(computation: Computation, name: str) -> Iterator[tuple[Instruction, s
 
 
 def exchanged_bytes(program: Program) -> int:
-    """What the collectives of a scheduled program send."""
+    """The bytes that the collectives of a scheduled program send."""
     done = re.compile(f"({COLLECTIVES})-done")
     nodes = program["ENTRY"].values()
     return sum(bytes_of(node.shape) for node in nodes if done.fullmatch(node.opcode))

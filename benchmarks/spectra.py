@@ -133,7 +133,7 @@ def training(steps: int, block: int) -> Iterator[dict[str, jax.Array]]:
 
 
 def relative_errors(x: np.ndarray, preset: str) -> list[float]:
-    """Of each form, in the Frobenius norm."""
+    """The relative error of each form, in the Frobenius norm."""
     case = Case(x, preset)
     outputs = (
         mc.newton_schulz(jnp.asarray(x), preset, method=method, dtype=dtype)

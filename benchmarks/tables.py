@@ -153,7 +153,7 @@ def with_tables(page: str) -> str:
 
 
 def named(comment: str) -> str:
-    """What belongs after the comment."""
+    """The tables that a comment names."""
     if comment == "tables of reading":
         from reading import kept as of_reading
 

@@ -69,7 +69,6 @@ LONG = {
         "pmap",
         "qk_clip",
         "quick_start_linen",
-        "quick_start_nnx",
         "reinforcement",
         "speed",
         "troubleshooting",
@@ -79,7 +78,7 @@ LONG = {
 }
 
 
-# What a newcomer runs first is run every day, whatever it takes.
+# A newcomer runs these first, so they are run every day, whatever they take.
 QUICK_STARTS = [ROOT / "README.md", ROOT / "docs" / "quick_start_nnx.md"]
 OTHERS = [page for page in PAGES if page not in QUICK_STARTS]
 

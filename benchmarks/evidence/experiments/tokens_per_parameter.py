@@ -156,9 +156,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "`mc.muonclip(rate)` reaches the loss of an AdamW whose rate, decay, b1 and b2 "
         f"are tuned with {said(of_largest, -1)} of its tokens, in a model of {largest} "
         f"parameters in matrices after {end.adamw.steps:,} steps. "
-        f"{'It saves less' if law.length.low > 0 else 'That lasts'} as training gets "
-        f"longer: with {smallest} parameters the share is {said(of_smallest, 0)} at "
-        f"{first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
+        f"{'It saves less' if law.length.low > 0 else 'The saving lasts'} as training "
+        f"gets longer: with {smallest} parameters the share is {said(of_smallest, 0)} "
+        f"at {first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
         f"{last.tokens:g}. Over all runs, the share {trend(law.length)} with more "
         f"tokens for each parameter and {trend(law.size)} with larger models.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
