@@ -20,6 +20,7 @@ from mkdocs.structure.pages import Page
 # What is in a block of code is no link.
 LINK = re.compile(r"^ *```.*?^ *```$|(?<=\]\()([^)\s#]+)", re.DOTALL | re.MULTILINE)
 PICTURES = (".png", ".gif", ".svg")
+PHONE = "(max-width: 44.9375em)"  # as the theme's styles have it
 NARROW = 600  # pixels: one panel
 # Pages by the file that they are made from.
 PAGES = {
@@ -60,6 +61,10 @@ def on_page_markdown(
             target = path.removeprefix("docs/")
         elif path.endswith(PICTURES):
             target = _add_picture(path, config, files)
+            if (narrow := _for_phones(_root(config) / path)).exists():
+                _add_picture(
+                    narrow.relative_to(_root(config)).as_posix(), config, files
+                )
         else:
             return _in_repository(path, config)
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
@@ -70,19 +75,30 @@ def on_page_markdown(
 def on_page_content(
     html: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
 ) -> str:
-    """Marks pictures that a phone shows as a whole, those of one panel."""
+    """Marks pictures that a phone shows as a whole, those of one panel.
+
+    A picture of several panels may have a second one for phones, `NAME_narrow.png`.
+    """
 
     def marked(match: re.Match[str]) -> str:
-        uri = posixpath.normpath(posixpath.join(page.file.dest_uri, "..", match[2]))
+        image, source = match[0], match[1]
+        uri = posixpath.normpath(posixpath.join(page.file.dest_uri, "..", source))
         file = files.src_uris.get(uri)
         if file is None or not file.abs_src_path or not uri.endswith(".png"):
-            return match[0]
+            return image
+        if _for_phones(Path(file.abs_src_path)).exists():
+            narrow = _for_phones(Path(source)).as_posix()
+            return (
+                f'<picture><source media="{PHONE}" srcset="{narrow}">{image}</picture>'
+            )
         # Width and height are the first two numbers of a PNG.
         with open(file.abs_src_path, "rb") as picture:
             width, _ = struct.unpack(">II", picture.read(24)[16:])
-        return f'{match[1]}class="narrow" ' if width < NARROW else match[0]
+        return (
+            image.replace("<img ", '<img class="narrow" ') if width < NARROW else image
+        )
 
-    return re.sub(r'(<img )(?=[^>]*src="([^"]*)")', marked, html)
+    return re.sub(r'<img [^>]*src="([^"]*)"[^>]*>', marked, html)
 
 
 def _as_markdown(notebook: dict[str, Any]) -> str:
@@ -118,6 +134,10 @@ def _add_picture(path: str, config: MkDocsConfig, files: Files) -> str:
             File.generated(config, uri, abs_src_path=str(_root(config) / path))
         )
     return uri
+
+
+def _for_phones(picture: Path) -> Path:
+    return picture.with_stem(f"{picture.stem}_narrow")
 
 
 def _root(config: MkDocsConfig) -> Path:

@@ -76,9 +76,13 @@ def draw(
     *,
     threshold: float,
     rates: dict[str, float],
+    columns: int = 2,
 ) -> None:
-    """Draws validation loss and largest logit against step."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 4), layout="constrained")
+    """Draws validation loss and largest logit against step, side by side or stacked."""
+    rows = 2 // columns
+    figure, (left, right) = plt.subplots(
+        rows, columns, figsize=(4.6 * columns, 4 * rows), layout="constrained"
+    )
     for name, history in results.items():
         steps = [record["step"] for record in history]
         label = f"{NAMES[name]}, learning rate {rates[name]:g}"

@@ -25,7 +25,7 @@ import muonclip_jax as mc
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"""(?:\]\(|src="|srcset=")([^)"\s#:]+)(?:#[^)]*)?[)"]""")
 KINDS = {"python", "text", "sh", "diff", "toml", "yaml", "bibtex"}
 
 

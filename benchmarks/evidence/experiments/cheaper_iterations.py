@@ -125,14 +125,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="cheaper_iterations.png",
         remarks=f"Five steps are {share:.0%} of the model's arithmetic here, and 0.5 "
         "to 2 % at scale: there a loss at equal work is nearly that at equal tokens.",
-        answer=f"Little. At equal tokens and on every text, within {SAME:g} nats of "
-        f"five steps of Keller's: {'; '.join(near) or 'nothing'} (`cubic5`: "
-        f"{said(cubic)} on {', '.join(found)}). Worse, beyond the interval: "
-        f"{'; '.join(loses) or 'nothing'}. Better: "
+        answer=f"Little. These end within {SAME:g} nats of five steps of Keller's, at "
+        f"equal tokens and on every text: {'; '.join(near) or 'nothing'} (`cubic5`: "
+        f"{said(cubic)} on {', '.join(found)}). These end higher, beyond the interval: "
+        f"{'; '.join(loses) or 'nothing'}. These end lower: "
         + ("; ".join(f"{a} ({said(of)})" for a, of in gains.items()) or "nothing")
-        + f"; at equal arithmetic, {share:.0%} of it in Newton-Schulz, "
-        f"{', '.join(pays) or 'nothing'}. Muon+ makes rows and columns even after the "
-        'iteration, `mc.NewtonSchulz(preconditioning="equilibrated")` before.',
+        + f". At equal arithmetic, {share:.0%} of it in Newton-Schulz, these end "
+        f"lower: {', '.join(pays) or 'nothing'}. Muon+ makes rows and columns even "
+        'after the iteration; `mc.NewtonSchulz(preconditioning="equilibrated")` makes '
+        "them even before it.",
         limits="Longer runs; wide matrices, whose spectra need more steps; "
         "iterations that a mesh makes cheaper.",
     )

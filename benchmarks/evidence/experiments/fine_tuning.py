@@ -94,13 +94,13 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         },
         figure="fine_tuning.png",
         remarks="By the interval of the difference, paired by seed.",
-        answer=f"After {' and '.join(texts(plan))}, fine-tuned on {NEW} with rates "
-        f"tuned, MuonClip ends over AdamW by {said(after[ADAMW])} nats where AdamW "
-        f"had trained the model, and by {said(after[MUON])} where MuonClip had. "
-        "Adapters on both factors by Muon instead of AdamW: "
-        f"{said(gains(found, list(ADAPTED)[1]))}; on `b` alone "
-        f"{said(gains(found, list(ADAPTED)[2]))}. Of the old text the four forget "
-        f"{min(forgotten):.1f} to {max(forgotten):.1f} nats, adapters less.",
+        answer=f"The models were trained on {' and '.join(texts(plan))} and "
+        f"fine-tuned on {NEW}, with tuned rates. MuonClip's loss less AdamW's is "
+        f"{said(after[ADAMW])} nats where AdamW had trained the model, and "
+        f"{said(after[MUON])} where MuonClip had. With adapters it is "
+        f"{said(gains(found, list(ADAPTED)[1]))}, and with Muon on `b` alone "
+        f"{said(gains(found, list(ADAPTED)[2]))}. The loss on the old text rises by "
+        f"{min(forgotten):.1f} to {max(forgotten):.1f} nats, with adapters by less.",
         limits="Texts that share more than these: here fine-tuning is nearly training "
         "anew; instruction data, billions of parameters, rates that nobody tunes.",
     )

@@ -100,13 +100,14 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "collapsed if it ends less than halfway up from its first tenth to its best: "
         + ", ".join(f"{n} ({arm})" for arm, n in collapsed.items())
         + f" of {len(found) * len(next(iter(found.values())).rewards(ADAMW))}.",
-        answer="With rates tuned Muon ends higher than AdamW, beyond the interval, in "
-        f"{sum(d.low > 0 for d in over.values())} of {len(over)} tasks and lower in "
-        f"{sum(d.high < 0 for d in over.values())}; with twice AdamW's rate, untuned, "
-        f"lower in {sum(m.gained(RULED).high < 0 for m in found.values())}. "
-        f"{collapsed[MUON]} of its runs collapsed, {collapsed[ADAMW]} of AdamW's. "
-        "Pion's high-pass polynomial ends higher than Muon in "
-        f"{sum(d.low > 0 for d in high.values())} and lower in "
+        answer="With tuned rates, Muon's reward ends above AdamW's, beyond the "
+        f"interval, in {sum(d.low > 0 for d in over.values())} of {len(over)} tasks "
+        f"and below it in {sum(d.high < 0 for d in over.values())}. With twice AdamW's "
+        "rate, untuned, it ends below in "
+        f"{sum(m.gained(RULED).high < 0 for m in found.values())}. "
+        f"{collapsed[MUON]} of tuned Muon's and {collapsed[ADAMW]} of AdamW's runs "
+        "collapsed. Pion's high-pass polynomial ends above Muon in "
+        f"{sum(d.low > 0 for d in high.values())} tasks and below it in "
         f"{sum(d.high < 0 for d in high.values())}.",
         limits="Pretrained language models with long answers, where Pion saw the "
         "collapse; continuous actions; many environments.",

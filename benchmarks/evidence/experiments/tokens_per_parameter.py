@@ -152,19 +152,20 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "for each. A share that no run was long enough for counts as the longest. "
         "Between lengths a factor of 2 apart the interpolation makes shares up to 2 % "
         "larger.",
-        answer="With the rate of the rule below and nothing tuned, "
-        "`mc.muonclip(rate)` reaches the loss of an AdamW whose rate, decay, b1 and b2 "
-        f"are tuned with {said(of_largest, -1)} of its tokens, in a model of {largest} "
-        f"parameters in matrices after {end.adamw.steps:,} steps. "
-        f"{'It saves less' if law.length.low > 0 else 'The saving lasts'} as training "
-        f"gets longer: with {smallest} parameters the share is {said(of_smallest, 0)} "
-        f"at {first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
-        f"{last.tokens:g}. Over all runs, the share {trend(law.length)} with more "
-        f"tokens for each parameter and {trend(law.size)} with larger models.",
+        answer="`mc.muonclip(rate)`, with the rate of the rule below and nothing else "
+        "tuned, reaches the loss of an AdamW whose rate, decay, b1 and b2 are tuned "
+        f"with {said(of_largest, -1)} of its tokens, in a model of {largest} "
+        f"parameters in matrices after {end.adamw.steps:,} steps. In a model of "
+        f"{smallest} parameters "
+        f"{'it saves less' if law.length.low > 0 else 'the saving lasts'} as training "
+        f"gets longer: the share is {said(of_smallest, 0)} after {first.adamw.steps} "
+        f"steps, {first.tokens:g} tokens a parameter, and {said(of_smallest, -1)} "
+        f"after {last.adamw.steps:,}, {last.tokens:g} tokens a parameter. Over all "
+        f"runs, the share {trend(law.length)} with more tokens a parameter and "
+        f"{trend(law.size)} with larger models.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
-        "at 1.2 B parameters (Wen et al.). The largest here saw "
-        f"{end.tokens:.2g} tokens for each parameter. Tiny batches take most of the "
-        "saving away (below).",
+        "at 1.2 B parameters (Wen et al.). Longer training of the largest model here, "
+        f"which saw {end.tokens:.2g} tokens a parameter.",
     )
 
 
