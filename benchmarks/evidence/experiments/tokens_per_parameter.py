@@ -298,6 +298,6 @@ def draw_claims(axes: Axes) -> None:
     for name, share in {"Moonlight": MOONLIGHT, **claims}.items():
         axes.axhline(100 * share, color="black", linewidth=0.8, linestyle=":")
         place = axes.get_yaxis_transform()
-        style: Any = dict(ha="right", va="bottom", fontsize=9.5)
-        axes.text(0.99, 100 * share, name, transform=place, **style)
+        # Beside the axes, where no point is.
+        axes.text(1.01, 100 * share, name, transform=place, va="center", fontsize=9.5)
     axes.set_xscale("log")
