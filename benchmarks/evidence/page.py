@@ -256,8 +256,8 @@ def extras(lab: Lab, plan: Plan) -> Answer:
         '`orthogonalizer=mc.NewtonSchulz(preconditioning="equilibrated")` is evenness.',
         "page_extras.png",
         "What each addition does to the loss, by text",
-        "How additions add up beyond those that were tried together; what they do in "
-        "larger models, where others have measured NorMuon and nobody evenness.",
+        "How additions add up; what they do in larger models, where others have "
+        "measured NorMuon.",
         ("defaults", "candidates", "recipes"),
     )
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 
 import gpt2
 import helpers
@@ -10,10 +9,9 @@ import jax
 import jax.extend.core
 import pytest
 import tables
+import train_lm_in_figures
 from alternating import alternate, compare
-from helpers import ROOT
 from optax_main import RELEASED
-from reading import kept as of_reading
 from tables import pages, Report, Table, with_tables
 
 
@@ -119,14 +117,30 @@ def test_a_page_gets_the_rows_and_columns_that_it_names(tmp_path, monkeypatch):
         with_tables(page.format("").replace("Times", "Time"))
 
 
-def test_the_readme_has_the_counts_of_the_readings_and_the_shares_of_the_report():
-    readme = (ROOT / "README.md").read_text()
-    of = of_reading.totals()
-    right = f"{of['right']:,} of {of['leaves']:,} in {of['models']} models"
-    assert right in readme and of["wrong"] == 0
-    report = (ROOT / "benchmarks/report.md").read_text()
-    of_text = dict.fromkeys(("code", "prose"))
-    for name in of_text:
-        share, half = re.search(rf"(\d+)% ± (\d+)% \({name}\)", report).groups()
-        of_text[name] = f"{share} ± {half} % ({name})"
-    assert f"{' and '.join(of_text.values())} of the tokens" in readme
+def test_steps_and_shares_of_the_example_are_those_of_its_runs(tmp_path):
+    ends = {"muon": 1.0, "muonclip": 1.5, "adamw": 2.0}
+    for name, end in ends.items():
+        for seed in (0, 1):
+            losses = {150: 3.0 - 0.25 * seed, 300: end}
+            history = [
+                dict(step=step, validation_loss=x, max_logit=x, clipped=0)
+                for step, x in losses.items()
+            ]
+            folder = tmp_path / f"{name}-{seed}"
+            folder.mkdir()
+            (folder / "results.json").write_text(json.dumps({name: history}))
+    file = tmp_path / "figures.json"
+    report = Report(argparse.Namespace(json=file))
+    train_lm_in_figures.write(report, tmp_path, seeds=2)
+    of_first, seeds, curves = json.loads(file.read_text())["tables"]
+    # A loss of 2 is half of the way from 3 to 1, and two thirds of that to 1.5.
+    assert [row[2:4] for row in of_first["rows"]] == [
+        [225, 0.75],
+        [250, 5 / 6],
+        [300, 1],
+    ]
+    (*_, half), shares = seeds["rows"][-1], [row[1] for row in seeds["rows"]]
+    second = (150 + 150 * 0.75 / 1.75) / 300
+    assert shares == pytest.approx([0.75, second, (0.75 + second) / 2])
+    assert half == pytest.approx(12.7062 * (0.75 - second) / 2, rel=1e-4)
+    assert len(curves["rows"]) == 6
