@@ -131,3 +131,15 @@ def test_old_addresses_send_the_reader_on(site):
     for page, text in moved.items():
         (to,) = set(re.findall(r'(?:href|url|replace\()[="]*([./\w]+/)"', text))
         assert (page.parent / to / "index.html").exists(), page
+
+
+def test_a_phone_gets_a_picture_of_its_own(site):
+    found = [
+        (page, source)
+        for page in site.rglob("index.html")
+        for source in re.findall(
+            r'<source media=[^>]* srcset="([^"]*)"', page.read_text()
+        )
+    ]
+    assert site / "index.html" in [page for page, _ in found]
+    assert all((page.parent / source).exists() for page, source in found)

@@ -298,6 +298,6 @@ def draw_claims(axes: Axes) -> None:
     for name, share in {"Moonlight": MOONLIGHT, **claims}.items():
         axes.axhline(100 * share, color="black", linewidth=0.8, linestyle=":")
         place = axes.get_yaxis_transform()
-        # Beside the axes, where no point is.
+        # Right of the axes, where no point is.
         axes.text(1.01, 100 * share, name, transform=place, va="center", fontsize=9.5)
     axes.set_xscale("log")
