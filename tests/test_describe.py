@@ -104,6 +104,17 @@ def test_hidden_leaves_are_shown_as_such():
     assert "masked" in mc.describe({"a": jnp.ones((2, 2)), "b": optax.MaskedNode()})
 
 
+def test_a_leaf_that_the_reading_does_not_know_is_as_its_name_says():
+    def loss(params, x):
+        return jnp.sum(x @ jnp.linalg.inv(params["up"]["kernel"]) @ params["down"])
+
+    params = {"up": {"kernel": jnp.eye(4)}, "down": jnp.ones((4, 3))}
+    reading = mc.read_model(loss, params, jnp.ones((2, 4)))
+    table = rows(mc.describe(params, model=reading))
+    assert "not traced: inputs, outputs" in table["up/kernel"]
+    assert "muon" in table["up/kernel"] and "not traced" not in table["down"]
+
+
 def test_ambiguous_leaves_are_named():
     with pytest.raises(ValueError, match="moe/wi"):
         mc.describe({"moe": {"wi": jnp.ones((4, 8, 16))}})

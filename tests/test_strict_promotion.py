@@ -86,6 +86,7 @@ ATTENTION = [
     dict(query_segment_ids=IDS, key_segment_ids=ROW),
     dict(query_segment_ids=ROW, key_segment_ids=jnp.asarray(np.tile(ROW, (2, 1)))),
     *(dict(mask=ones(*m, dtype=bool), bias=ones(*m)) for m in MASKS),
+    dict(bias=ones(9, 9, dtype=jnp.bfloat16)),
 ]
 
 
@@ -234,3 +235,12 @@ def test_nothing_is_promoted(name, i):
     """Where it is, tracing raises."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(lambda: [CALLS[name][i](), None][1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+def test_nothing_is_promoted_of_other_params(dtype):
+    """Statistics stay float32."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+        tx = mc.muonclip(1e-2, neuron_b2=0.9)
+        jax.eval_shape(lambda: run(tx, params, attention_stats=STATS)[0])

@@ -77,9 +77,7 @@ class Logits:
     @property
     def alone(self) -> "Logits":
         """Returns the logits without the bias; its hidden pairs stay hidden."""
-        if self.bias is None:
-            return self
-        bias = without_bias(self.bias.astype(self.scale.dtype))
+        bias = None if self.bias is None else without_bias(self.bias)
         return dataclasses.replace(self, bias=bias)
 
     def block(self, i: jax.Array, j: jax.Array) -> "Logits":

@@ -416,11 +416,6 @@ def _running_sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
 
-def _segments(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Adds the sum of a softmax over the edges of a graph."""
-    return out._replace(sums=out.sums | inputs[-1].unshared)
-
-
 def _quotient(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     a, b = inputs
     return out._replace(shares=a.shares | a.weights & b.sums)
@@ -464,7 +459,6 @@ _RULES: dict[str, Any] = {
     "reduce_sum": _reduce_sum,
     "cumsum": _running_sum,
     "div": _quotient,
-    **dict.fromkeys(["scatter-add", "scatter_add"], _segments),
     **dict.fromkeys(["broadcast_in_dim", "tile"], _broadcast),
     "stop_gradient": lambda facts, eqn, inputs, out: inputs[0]._replace(trained=0),
     "iota": lambda facts, eqn, inputs, out: Fact(is_counter=True),

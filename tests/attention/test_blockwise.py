@@ -175,6 +175,26 @@ def test_bfloat16():
     np.testing.assert_allclose(largest, exact[1], rtol=1e-5)
 
 
+def products(jaxpr):
+    """The dtypes of the factors and of the result of each product."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield [str(x.aval.dtype) for x in (*eqn.invars, *eqn.outvars)]
+        for inner in jax.tree.leaves([*eqn.params.values()]):
+            yield from products(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
+
+
+def test_products_of_bfloat16_have_factors_of_bfloat16():
+    """Matrix units are slow where one factor is float32; sums are in float32."""
+
+    def loss(*inputs):
+        return mc.blockwise_attention(*inputs, block_size=16)[0].sum()
+
+    inputs = arrays(40, 40, 4, 2, dtype=jnp.bfloat16)
+    found = [*products(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*inputs).jaxpr)]
+    assert found == 7 * [["bfloat16", "bfloat16", "float32"]]
+
+
 @pytest.mark.more
 def test_memory_grows_linearly_with_the_length():
     def temporaries(length):

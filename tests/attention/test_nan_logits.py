@@ -64,15 +64,18 @@ def test_a_nan_that_the_mask_hides_is_none(route, length):
 @pytest.mark.parametrize("size", [5, 300])
 def test_infinities_stay_what_they_are(size):
     """A sum of both is NaN, and the largest float32 must not overflow in one."""
-    query, key = qk(size, heads=4)
-    bias = jnp.zeros((4, size, size)).at[1, 2, 3].set(jnp.inf).at[2].set(-jnp.inf)
+    query, key = qk(size, heads=5)
+    bias = jnp.zeros((5, size, size)).at[1, 2, 3].set(jnp.inf).at[2].set(-jnp.inf)
     bias = bias.at[1, :, 0].set(-jnp.inf)
     query = query.at[:, :, 3].set(0).at[:, :, 3, 0].set(1e19)  # scaled by a half
     key = key.at[:, :, 3].set(3e19)
+    query = query.at[:, :, 4].set(0).at[:, :, 4, 0].set(1e30)  # both, by products
+    key = key.at[:, :, 4].set(1e30).at[:, 0, 4].set(-1e30)
     found = jax.jit(mc.max_logits)(query, key, bias=bias)
     assert np.isfinite(found[:2]).all() and (found[:2] < 100).all()
     assert found[2] == -np.inf
     np.testing.assert_allclose(found[3], 1.5e38, rtol=1e-6)
+    assert found[4] == np.inf
 
 
 @pytest.mark.parametrize("route", ["max_logits", "blockwise"])

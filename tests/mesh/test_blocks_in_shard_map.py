@@ -8,7 +8,7 @@ import chex
 import jax
 import optax
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -97,10 +97,9 @@ def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.more
-def test_a_step_of_its_own():
+@pytest.mark.parametrize("names", [["both"], more(["up0", "both", "whole"])])
+def test_a_step_of_its_own(names):
     """`normalize_neurons` after `scale_by_muon`, with the same shardings."""
-    names = ["up0", "both", "whole"]
     params = {name: PARAMS[name] for name in names}
     specs = {name: SPECS[name] for name in names}
 

@@ -245,6 +245,25 @@ def test_dtypes_of_updates(dtype):
     chex.assert_tree_all_finite(updates)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_two_steps_where_nothing_orthogonalizes(nesterov):
+    """The gradient is added in float32, and what is kept decays by beta, as such."""
+    gradient = {"w": normal(0, 8, 12)}
+
+    def walk(beta, mu_dtype):
+        options = dict(nesterov=nesterov, orthogonalizer=lambda x: x)
+        tx = mc.scale_by_muon(mu_dtype=mu_dtype, beta=beta, **options)
+        first, state = tx.update(gradient, tx.init(gradient))
+        second, _ = tx.update({"w": jnp.zeros((8, 12))}, state)
+        return first["w"], second["w"]
+
+    (first, second), (expected, _) = walk(0.95, "int8"), walk(0.95, None)
+    np.testing.assert_allclose(first, expected, rtol=1e-6)
+    _, half = walk(0.5, "int8")
+    power = 2 if nesterov else 1
+    np.testing.assert_allclose(second, half * (0.95 / 0.5) ** power, rtol=1e-6)
+
+
 def test_refusals():
     for dtype in ("int4", jnp.uint8, "bool"):
         with pytest.raises(ValueError, match="mu_dtype must be a float dtype, .*int8"):

@@ -179,3 +179,13 @@ def test_learning_rate_schedule():
         updates, state = tx.update(params, state, params)
         norms.append(float(jnp.linalg.norm(updates["w"])))
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) and norms[2] == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 4), (3, 0, 4)])
+@pytest.mark.parametrize("consistent_rms", [0.2, None, lambda m, n: (m / n) ** 0.5])
+def test_a_leaf_without_entries_has_no_scale(shape, consistent_rms):
+    params = {"nothing": jnp.zeros(shape), "w": jnp.ones((4, 8))}
+    numbers = mc.MuonDimensionNumbers(-2, -1)
+    tx = mc.scale_by_muon(consistent_rms=consistent_rms, dimension_numbers=numbers)
+    updates, _ = tx.update(params, tx.init(params))
+    assert updates["nothing"].shape == shape and updates["w"].any()

@@ -49,6 +49,18 @@ def neighbours_of_each_example(p, x, near):
     return end(p, x, y.reshape(B, T, D))
 
 
+@case(SAYS, one(), X, np.stack([EDGES, EDGES[::-1]]), attention="read")
+def edges_of_each_example(p, x, edges):
+    def attend(q, k, v, edges):
+        to, come = edges
+        w = jnp.exp(noted((q[to] * k[come]).sum(-1) / 2, heads=-1))
+        w = w / jax.ops.segment_sum(w, to, T)[to]
+        return jax.ops.segment_sum(w[..., None] * v[come], to, T)
+
+    y = jax.vmap(attend)(*qkv(p, x), edges)
+    return end(p, x, y.reshape(B, T, D))
+
+
 @case(SAYS, one(), X[0], EDGES, attention="said")
 def edges_by_multiply_and_sum(p, x, edges):
     to, come = edges

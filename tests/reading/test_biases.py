@@ -127,6 +127,19 @@ def test_clipped_often_a_head_stays_alive(name):
     np.testing.assert_allclose(last["q"], once["q"], rtol=1e-4)
 
 
+def test_the_table_names_the_one_kernel_that_makes_a_bias():
+    """Of two leaves that are in it, and as the first of all leaves."""
+
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["into"])
+        kept = jnp.cumsum(hidden @ p["a gate"], 1).swapaxes(1, 2)
+        return attention(lambda p, s: s + kept[..., None] - kept[:, :, None])(p, hidden)
+
+    names = {"a gate": PARAMS["forget"], "into": normal(8, D, D)}
+    params = names | {name: PARAMS[name] for name in "qkvo"}
+    assert "stays: a gate" in str(mc.read_model(loss, params, X))
+
+
 ROWS, WIDTH = 3, 5
 SEEN = np.arange(T) < np.array([[T], [5]])  # residues of each protein
 EVOFORMER = {n: normal(i, 2, D, H, DIM, scale=0.7) for i, n in enumerate("qkvg")} | {

@@ -20,6 +20,7 @@ LONGER = [
     "cache_in_a_tile_of_its_own",
     "channels_with_a_temperature",
     "edges_by_multiply_and_sum",
+    "edges_of_each_example",
     "fused_with_the_mlp",
     "heads_backwards_and_keys_in_turn",
     "heads_in_a_fori_loop",

@@ -70,6 +70,30 @@ def test_a_weight_that_is_applied_both_ways_has_the_inputs_of_its_first_use():
     assert said(there_and_back, shapes(w=(D, 6)), X) == {"w": "head"}
 
 
+def test_one_input_may_be_first_or_last():
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["last"].T + x @ p["first"])
+        return jnp.sum(jnp.tanh(hidden @ p["square"]) @ p["head"])
+
+    shapes = {"first": (1, 8), "last": (8, 1), "square": (8, 8), "head": (8, 3)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    found = mc.read_model(loss, params, jnp.ones((2, 1))).dimension_numbers
+    assert found["first"] == MuonDimensionNumbers(0, 1)
+    assert found["last"] == MuonDimensionNumbers(1, 0)
+
+
+def test_matrices_that_indices_pick_are_no_rows_of_a_table():
+    def loss(p, x, ids):
+        hidden = jnp.einsum("bd,bde->be", x @ p["in"], p["matrices"][ids])
+        return jnp.sum(jnp.tanh(hidden + p["table"][ids]) @ p["head"])
+
+    shapes = {"in": (4, 6), "matrices": (5, 6, 7), "table": (5, 7), "head": (7, 3)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    reading = mc.read_model(loss, params, jnp.ones((8, 4)), jnp.zeros(8, int))
+    assert reading.dimension_numbers["matrices"] == MuonDimensionNumbers(1, 2)
+    assert reading.labels["table"] == "embedding"
+
+
 def test_what_is_quantized_by_codes_has_no_router():
     def loss(p, codes, x):
         z = jax.nn.relu(x @ p["a"]) @ p["b"]
