@@ -25,7 +25,6 @@ from .marks import (
     numbered,
     small,
     union_along,
-    varied,
 )
 from .numbers import Lead, Number, number_of
 from .primitives import Moves, moves, PRODUCTS, shared, sides
@@ -344,14 +343,10 @@ class Graph:
             if eqn and depth < 9 and eqn.name not in PRODUCTS:
                 back = [] if eqn.name.startswith("reduce_") else moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
-            # callers rely on copies, so these must be certain.
-            if not back:
+            # callers rely on copies, so these must be certain. Nor does what a gather
+            # picks: each index has entries of its own.
+            if not back or (eqn and eqn.name == "gather"):
                 own.update(d for d in dims if is_varied(origin.all_marks[d]))
-            elif eqn and eqn.name == "gather":  # each index picks its own entries
-                offset = eqn.jaxpr_eqn.params["dimension_numbers"].offset_dims
-                lead, rank = eqn.output().lead, eqn.output().rank
-                rows = {*range(lead, rank)} - {lead + d for d in offset}
-                own.update(d for d in dims if rows & {*varied(origin.all_marks[d])})
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
