@@ -208,7 +208,7 @@ def read_layout(
     tree, mesh = paths.flatten(params), jax.sharding.get_abstract_mesh()
     given = given_shardings(shardings, tree, of_blocks=bool(mesh.manual_axes))
     leaves = []
-    for path, x, entry in zip(tree.paths, tree.leaves, given, strict=True):
+    for path, x, entry in tree.rows(given):
         whole, cut = x, PartitionSpec()
         if mesh.manual_axes and entry is not None and not is_masked(x):
             spec = entry.spec if isinstance(entry, NamedSharding) else entry

@@ -56,7 +56,7 @@ class MatrixRules(NamedTuple):
         # heads. Names decide these, as they do without a reading.
         is_named = is_cut and model is not None
         named = ByNames(tree).verdicts(per_head=True) if is_named else {}
-        for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
+        for i, (path, leaf, verdict) in enumerate(tree.rows(found)):
             given, must = verdict.numbers, bool(self.per_head)
             # A bias goes to AdamW, whatever its heads. A matrix that the user has split
             # stays. Axes that the user has given stay unless per_head=True.
@@ -65,14 +65,12 @@ class MatrixRules(NamedTuple):
             if verdict.source == "given" and not must:
                 continue
             if described.get(path):
-                shape = tuple(leaf_at[path].shape)
+                shape = tuple(leaf.shape)
                 axes: Any = _of_heads(path, shape, given, described[path], must)
                 # The description of the heads decides what names leave open.
                 kind = verdict.kind if verdict.is_known else "heads"
                 found[i] = verdict._replace(numbers=axes, kind=kind, is_known=True)
-            elif path in named and _cuts(
-                named[path], given, tuple(leaf_at[path].shape)
-            ):
+            elif path in named and _cuts(named[path], given, tuple(leaf.shape)):
                 found[i] = verdict._replace(numbers=named[path].numbers)
         return found
 

@@ -38,7 +38,7 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
     """Returns the `max_logits` leaves by path: the maximum, if a sow has several."""
     tree = paths.flatten(attention_stats)
     stats: dict[paths.Path, jax.Array] = {}
-    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+    for path, leaf in tree.rows():
         # Linen's `sow` stores a tuple with one entry per call of the module.
         at = path
         while at and at[-1].isdigit():

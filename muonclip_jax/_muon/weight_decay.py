@@ -141,7 +141,7 @@ def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         x is not None
         and not paths.is_masked(x)
         and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
-        for path, x in zip(tree.paths, entries, strict=True)
+        for path, _, x in tree.rows(entries)
     )
 
 

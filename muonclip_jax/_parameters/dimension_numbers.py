@@ -183,7 +183,7 @@ def param_labels(
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
     found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     labels = []
-    for path, verdict in zip(tree.paths, found, strict=True):
+    for path, _, verdict in tree.rows(found):
         # A leaf that is given to AdamW may be a table or a head all the same.
         own = reading[path]
         is_adamw = verdict.source == "given" and verdict.label == "vector"
@@ -288,8 +288,8 @@ def views_of(
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
     views: list[MatrixView | None] = [None] * len(verdicts)
-    for i, (path, leaf) in enumerate(zip(*tree[:2], strict=True)):
-        numbers: Any = verdicts[i].numbers
+    for i, (path, leaf, verdict) in enumerate(tree.rows(verdicts)):
+        numbers: Any = verdict.numbers
         if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
             continue
         shape = tuple(leaf.shape)

@@ -173,7 +173,7 @@ def broadcast(
         return x is None or paths.is_masked(x) or is_entry(x)
 
     spec = paths.flatten(prefix, is_leaf=is_leaf)
-    entries = dict(zip(spec.paths, spec.leaves, strict=True))
+    entries = dict(spec.rows())
     for path, entry in entries.items():
         if not is_leaf(entry):
             raise ValueError(

@@ -53,10 +53,14 @@ class PathedTree(NamedTuple):
     treedef: Any
     axis_names: Mapping[Path, tuple[str, ...]] = MappingProxyType({})
 
+    def rows(self, *entries: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+        """The path of each leaf, the leaf, and its entries in lists like the leaves."""
+        return zip(self.paths, self.leaves, *entries, strict=True)
+
     def unflatten(self, entries: Iterable[Any]) -> Any:
         """Returns the tree with other leaves; what a mask hides stays hidden."""
-        pairs = zip(self.leaves, entries, strict=True)
-        return self.treedef.unflatten([x if is_masked(x) else y for x, y in pairs])
+        rows = self.rows(entries)
+        return self.treedef.unflatten([x if is_masked(x) else y for _, x, y in rows])
 
     def rebuilt(self) -> Any:
         """Returns the tree that was flattened."""
@@ -71,7 +75,7 @@ class PathedTree(NamedTuple):
 
         **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
         """
-        leaf_at = LeafAt(zip(self.paths, self.leaves, strict=True))
+        leaf_at = LeafAt(self.rows())
         hidden = [path for path, leaf in leaf_at.items() if not hasattr(leaf, "dtype")]
         if others := [path for path in hidden if not is_masked(leaf_at[path])]:
             raise ValueError(

@@ -48,8 +48,7 @@ def question(
 
 def _grouped(tree: PathedTree, found: Mapping[Path, Verdict]) -> list[str]:
     """A line for each leaf, or for many that differ in the number of their layer."""
-    shapes = zip(tree.paths, tree.leaves, strict=True)
-    shape = {path: str(getattr(leaf, "shape", "")) for path, leaf in shapes}
+    shape = {path: str(getattr(leaf, "shape", "")) for path, leaf in tree.rows()}
     groups: dict[Any, list[Path]] = {}
     for path, x in found.items():
         key = _starred("/".join(path)), shape[path], x.kind, x.is_known, x.numbers

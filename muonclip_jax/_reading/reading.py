@@ -66,13 +66,13 @@ class ModelReading:
     @property
     def verdicts(self) -> Mapping[paths.Path, Verdict]:
         """The verdict on each parameter, by its path."""
-        return dict(zip(self._tree.paths, self._verdicts, strict=True))
+        return {path: said for path, _, said in self._tree.rows(self._verdicts)}
 
     @property
     def shapes(self) -> Mapping[paths.Path, paths.Shape]:
         """The shape of each parameter, by its path."""
-        leaves = zip(self._tree.paths, self._tree.leaves, strict=True)
-        return {path: tuple(map(int, leaf.shape)) for path, leaf in leaves}
+        rows = self._tree.rows()
+        return {path: tuple(map(int, leaf.shape)) for path, leaf in rows}
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -93,9 +93,7 @@ class ModelReading:
         tree, said = self._tree, ["names say"]
         named = resolve_verdicts(None, tree, described=tree.paths)
         own = []
-        for path, leaf, v, name in zip(
-            tree.paths, tree.leaves, self._verdicts, named, strict=True
-        ):
+        for path, leaf, v, name in tree.rows(self._verdicts, named):
             axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
             label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
             rows.append([paths.show(path), shape, label, axes, v.kind, v.line or "-"])
@@ -208,12 +206,11 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
-    unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(
         tree.unflatten(v and v.numbers for v in every),
         tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
-        tuple(paths.show(path) for path, v in unknown if not v.is_known),
+        tuple(paths.show(path) for path, _, v in shown.rows(said) if not v.is_known),
         tuple(f"{paths.show_module(x.path)} at {x.found[0].line}" for x in not_clipped),
         shown,
         tuple(said),
