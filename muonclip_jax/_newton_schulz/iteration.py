@@ -91,6 +91,8 @@ def _with_norms(
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
+# Compiled, so that equal leaves are traced once.
+@jax.jit
 def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`.
 

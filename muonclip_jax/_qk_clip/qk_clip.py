@@ -288,6 +288,8 @@ def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(scale == 1, param, scaled)
 
 
+# Compiled, so that equal leaves are traced once.
+@jax.jit
 def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the update to `scale * (param + update)`, which is rounded once."""
     # At least float32: in bfloat16, the difference between a weight and a smaller one
