@@ -99,9 +99,8 @@ def qk_clip(
     With `model` the gains of the norms are scaled; without it such a layer is an error.
 
     Wrappers that choose between the gradients and the optimizer's updates, such as
-    `optax.apply_if_finite`, need both in one dtype. For bfloat16 and float16 gradients
-    put them around the optimizer only,
-    `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
+    `optax.apply_if_finite`, need both in one dtype. Cast bfloat16 and float16 gradients
+    to float32 in front of them, by `optax.stateless_with_tree_map`.
 
     **Arguments:**
 
