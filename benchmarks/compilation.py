@@ -6,7 +6,8 @@ For 72 leaves, GPT-2 124M's hidden matrices, and for 336, those of 56 such layer
 same update without orthogonalization, momentum with weight decay, is the floor: it
 reads and returns the same arrays. All take turns. "optax" is its main branch
 (`optax_main.py`). `--only ours momentum` leaves the others out, `--stacked` has the
-layers in stacks.
+layers in stacks. `--trace --layers 5 20 80 320` only traces `init` and the update, for
+16 leaves a layer, 6 of them matrices; `--only ours adamw` compares with AdamW.
 """
 
 import statistics
@@ -15,18 +16,20 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-from gpt2 import optimizers, separate, Shapes, stacked
+from gpt2 import BLOCK, optimizers, separate, Shapes, stacked
 from optax_main import RELEASED
 from tables import parser, Report
 
 
 SIDES = ("ours", "optax", RELEASED, "momentum")
+VECTORS = (*(f"{name} bias" for name in BLOCK), "scale", "shift", "scale 2", "shift 2")
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, nargs="+", default=[12, 56])
     options.add_argument("--stacked", action="store_true", help="leaves of all layers")
+    options.add_argument("--trace", action="store_true", help="compile nothing")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--only", nargs="+", default=SIDES)
     args = options.parse_args()
@@ -34,11 +37,17 @@ def main() -> None:
     columns = {"leaves": "d", "": "", "CPU s": ".2f", "temporaries, MB": ".0f"}
     table = report.table("Trace and compile", columns)
     for layers in args.layers:
-        shapes = stacked(layers) if args.stacked else separate(layers)
-        known = optimizers(shapes) | {"momentum": momentum()}
+        block = BLOCK | dict.fromkeys(VECTORS, (768,)) if args.trace else BLOCK
+        shapes = (stacked if args.stacked else separate)(layers, block)
+        vectors = [name for name, shape in shapes.items() if shape == (768,)]
+        known = optimizers(shapes, adam=vectors) | {
+            "momentum": momentum(),
+            "adamw": optax.adamw(1e-3),
+        }
         sides = {name: known[name] for name in args.only}
+        measure = trace if args.trace else compile_update
         runs = [
-            {name: compile_update(tx, shapes) for name, tx in sides.items()}
+            {name: measure(tx, shapes) for name, tx in sides.items()}
             for _ in range(args.repeats)
         ]
         for name in sides:
@@ -69,6 +78,16 @@ def compile_update(
     memory = compiled.memory_analysis()
     assert memory is not None
     return seconds, memory.temp_size_in_bytes
+
+
+def trace(tx: optax.GradientTransformation, shapes: Shapes) -> tuple[float, int]:
+    """Returns the processors' seconds to trace `init` and the update."""
+    jax.clear_caches()
+    params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    start = time.process_time()
+    state = jax.eval_shape(tx.init, params)
+    jax.jit(tx.update).trace(params, state, params)
+    return time.process_time() - start, 0
 
 
 if __name__ == "__main__":

@@ -137,23 +137,41 @@ def test_wrapped_equals_plain(name):
         assert optax.tree.get(state, key) == optax.tree.get(plain_state, key)
 
 
-def finite_then_clip():
-    """`apply_if_finite` wants the updates in the dtype of the gradients."""
-    return optax.chain(optax.apply_if_finite(mc.muon(1e-2), 3), mc.qk_clip())
+def always(step, **extra):
+    return step >= 0
 
 
-LOW_PRECISION = {
-    name: WRAPPERS[name] for name in ("inject_hyperparams", "MultiSteps of one")
-} | {"apply_if_finite, then the clip": finite_then_clip}
+#: They choose between gradients and updates, which need one dtype.
+CONDITIONAL = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, always),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, always),
+}
 
 
-@pytest.mark.parametrize("name", LOW_PRECISION)
+def cast_first(wrap):
+    cast = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
+    return optax.chain(cast, wrap(mc.muonclip(1e-2)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, more(jnp.float16)])
+@pytest.mark.parametrize("name", few(CONDITIONAL, "apply_if_finite"))
+def test_conditional_wrappers_of_cast_gradients_change_nothing(name, dtype):
+    grads = jax.tree.map(lambda g: g.astype(dtype), GRADS)
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    tx = cast_first(CONDITIONAL[name])
+    actual, expected = run(tx, grads=grads), run(mc.muonclip(1e-2), grads=wide)
+    chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert optax.tree.get(actual[1], "num_clipped") == 1
+
+
+@pytest.mark.parametrize("name", ["inject_hyperparams", "MultiSteps of one"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, more(jnp.float16)])
 def test_wrapped_keeps_low_precision(name, dtype):
     accepted = inspect.signature(optax.MultiSteps).parameters
     if name == "MultiSteps of one" and "accumulator_dtype" not in accepted:
         pytest.skip("Optax before 0.2.8 accumulates in the dtype of the updates")
-    run(LOW_PRECISION[name](), params=make_params(dtype), grads=make_params(dtype))
+    run(WRAPPERS[name](), params=make_params(dtype), grads=make_params(dtype))
 
 
 @pytest.mark.more

@@ -9,6 +9,7 @@ other side. What enters a product has been rounded to the dtype of the iteration
 products accumulate in float32 or wider, and coefficients are as wide.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -90,6 +91,8 @@ def _with_norms(
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
+# Compiled, so that equal leaves are traced once.
+@jax.jit
 def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`.
 
@@ -172,6 +175,7 @@ class Products(NamedTuple):
     dtype: jnp.dtype
     block_rows: float
     precision: jax.lax.Precision | None
+    is_rolled: bool = False  # equal passes are a loop
 
     def matmul(self, x: jax.Array, y: jax.Array) -> jax.Array:
         wide = np.promote_types(x.dtype, jnp.float32)
@@ -179,13 +183,13 @@ class Products(NamedTuple):
 
     def gram(self, x: jax.Array) -> jax.Array:
         """`X X^H`."""
+        h = x.mT.conj()
         if x.shape[-2] < 2 * self.block_rows:
-            return round_to(self.matmul(x, x.mT.conj()), self.dtype)
+            return round_to(self.matmul(x, h), self.dtype)
         # No slice is transposed: a copy of X costs a CPU as much as the arithmetic.
         top, bottom = _halves(x)
-        left, right = (self.matmul(bottom, z.mT.conj()) for z in (top, bottom))
-        rows = jnp.concatenate([left, right], axis=-1)
-        return round_to(_mirrored(self.matmul(top, top.mT.conj()), rows), self.dtype)
+        corner, below = self.matmul(top, top.mT.conj()), self.matmul(bottom, h)
+        return round_to(_mirrored(corner, below), self.dtype)
 
     def commuting(self, p: jax.Array, q: jax.Array) -> jax.Array:
         """`P Q`, which is Hermitian where both are and commute; not rounded."""
@@ -198,14 +202,25 @@ class Products(NamedTuple):
 
 def iterate(x: jax.Array, passes: Passes, products: Products) -> jax.Array:
     """Runs all steps; the last product is not rounded to the iteration's dtype."""
+    if not (products.is_rolled and len(passes) > 1 == len({*passes})):
+        for steps in passes:
+            x = _after(steps, products, x)
+        return x
+    wide = np.promote_types(x.dtype, jnp.float32)
+    step = functools.partial(_after, passes[0], products)
+    return jax.lax.fori_loop(0, len(passes), lambda _, x: step(x), x.astype(wide))
+
+
+# Compiled, so that passes which are equal are traced once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _after(steps: Schedule, products: Products, x: jax.Array) -> jax.Array:
+    """X after the steps of a pass."""
     is_tall = x.shape[-2] > x.shape[-1]
-    for steps in passes:
-        x = round_to(x, products.dtype)
-        q, keep = _factor(products.gram(x.mT.conj() if is_tall else x), steps, products)
-        # From the right: to turn a tall matrix would be a copy of it in float32.
-        y = products.matmul(x, q) if is_tall else products.matmul(q, x)
-        x = y + keep * x.astype(y.dtype)
-    return x
+    x = round_to(x, products.dtype)
+    q, keep = _factor(products.gram(x.mT.conj() if is_tall else x), steps, products)
+    # From the right: to turn a tall matrix would be a copy of it in float32.
+    y = products.matmul(x, q) if is_tall else products.matmul(q, x)
+    return y + keep * x.astype(y.dtype)
 
 
 def _factor(
@@ -257,6 +272,14 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _mirrored(corner: jax.Array, below: jax.Array) -> jax.Array:
     """A Hermitian matrix of its first block and the rows below that."""
-    mirror = below[..., : corner.shape[-1]].mT.conj()
-    above = jnp.concatenate([corner, mirror], axis=-1)
-    return jnp.concatenate([above, below], axis=-2)
+    # A sum, since XLA for CPU compiles each concatenation by itself, and equal sums
+    # once, with the arithmetic around them.
+    half, rows = corner.shape[-1], below.shape[-2]
+    zero, stack = jnp.zeros((), below.dtype), [(0, 0, 0)] * (below.ndim - 2)
+    first, last = (0, rows, 0), (half, 0, 0)
+    mirror = below[..., :half].mT.conj()
+    return (
+        jax.lax.pad(corner, zero, [*stack, first, first])
+        + jax.lax.pad(mirror, zero, [*stack, first, last])
+        + jax.lax.pad(below, zero, [*stack, last, (0, 0, 0)])
+    )

@@ -56,10 +56,11 @@ class Platform:
     block_rows: float = math.inf
     turns_tall: bool = True
     waits: bool = True
+    is_rolled: bool = False
 
 
 #: On CPU one matrix at a time, unless it is tiny, goes through all steps in the caches.
-CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128)
+CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128, is_rolled=True)
 #: Singular values stay below 2, so the range of float16 suffices, and it has eight
 #: times the precision of bfloat16.
 GPU = Platform("gpu", "float16", 2**27, 2**27)
@@ -184,7 +185,8 @@ class Polynomials(Solver):
         passes, is_gram = self._passes(stack.shape[-2:], stack.dtype)
         # The Gram form needs all bits of float32.
         precision = jax.lax.Precision.HIGHEST if is_gram else None
-        products = Products(stack.dtype, self.platform.block_rows, precision)
+        block_rows, is_rolled = self.platform.block_rows, self.platform.is_rolled
+        products = Products(stack.dtype, block_rows, precision, is_rolled)
         # A product with a batch axis of one is slower than one without.
         x = stack[0] if stack.ndim == 3 and len(stack) == 1 else stack
         return iterate(x, passes, products).reshape(stack.shape)

@@ -99,9 +99,8 @@ def qk_clip(
     With `model` the gains of the norms are scaled; without it such a layer is an error.
 
     Wrappers that choose between the gradients and the optimizer's updates, such as
-    `optax.apply_if_finite`, need both in one dtype. For bfloat16 and float16 gradients
-    put them around the optimizer only,
-    `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
+    `optax.apply_if_finite`, need both in one dtype. Cast bfloat16 and float16 gradients
+    to float32 in front of them, by `optax.stateless_with_tree_map`.
 
     **Arguments:**
 
@@ -288,6 +287,8 @@ def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(scale == 1, param, scaled)
 
 
+# Compiled, so that equal leaves are traced once.
+@jax.jit
 def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the update to `scale * (param + update)`, which is rounded once."""
     # At least float32: in bfloat16, the difference between a weight and a smaller one

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
@@ -100,11 +101,10 @@ def union(bits: Iterable[int]) -> int:
 
 def members(bits: int) -> list[int]:
     """Returns the numbers of the bits that are set."""
-    found = []
-    while bits:
-        found.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return found
+    # At once: a model of 10,000 leaves has as many bits, and each step of a loop over
+    # them would make a new number of that length.
+    octets = np.frombuffer(bits.to_bytes(bits.bit_length() // 8 + 1, "little"), "u1")
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
 
 
 class Facts(Forward[Fact]):

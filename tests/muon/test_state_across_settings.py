@@ -52,12 +52,32 @@ SETTINGS = {
     "decay by schedule": {"weight_decay": lambda count: 0.1},
     "micro-batches": None,
 }
+#: Settings that no state depends on.
+FREE = {
+    "no Nesterov": {"nesterov": False},
+    "beta by schedule": {"beta": lambda count: 0.95},
+    "orthogonalizer": {"orthogonalizer": "polar_express_6"},
+    "function": {"orthogonalizer": lambda x: x / (1 + abs(x).max())},
+    "scale": {"consistent_rms": None},
+    "no decay": {"weight_decay": 0.0},
+    "decay mask": {"weight_decay_mask": {"attn": True, "wide": False, "square": True}},
+    "cautious": {"cautious_weight_decay": True},
+    "threshold by schedule": {"threshold": lambda count: 100.0},
+    "alpha": {"alpha": 0.3},
+    "watched": {"threshold": float("inf")},
+    "Adam": {"adam_b1": 0.8, "adam_b2": 0.9},
+}
+CONVERTED = {"float32", "float16", "bfloat16", *FREE}
+PAIRS = [
+    *itertools.permutations(SETTINGS, 2),
+    *(pair for name in FREE for pair in itertools.permutations(("float32", name))),
+]
 
 
 def make(name):
-    options = {"learning_rate": 1e-2, "beta": 0.95} | (SETTINGS[name] or {})
-    tx = mc.muonclip(**options)
-    return mc.multi_steps(tx, 1) if SETTINGS[name] is None else tx
+    setting = (SETTINGS | FREE)[name]
+    tx = mc.muonclip(**({"learning_rate": 1e-2, "beta": 0.95} | (setting or {})))
+    return mc.multi_steps(tx, 1) if setting is None else tx
 
 
 def after(tx, state, gradients):
@@ -84,10 +104,7 @@ def by_pickle(tx, state, folder):
 @pytest.mark.parametrize("restore", [more(by_pickle), by_msgpack, more(by_orbax)])
 @pytest.mark.parametrize(
     "saved, given",
-    [
-        (a, b) if {a, b} <= {"float32", "float16"} else more(a, b)
-        for a, b in itertools.permutations(SETTINGS, 2)
-    ],
+    [(a, b) if {a, b} <= {"float32", "float16"} else more(a, b) for a, b in PAIRS],
 )
 def test_a_restored_state_is_as_if_made_by_these_settings(
     saved, given, restore, tmp_path
@@ -95,7 +112,7 @@ def test_a_restored_state_is_as_if_made_by_these_settings(
     history = [OLD] * 3
     _, state = after(make(saved), make(saved).init(PARAMS), history)
     tx = make(given)
-    can_be_converted = {saved, given} <= {"float32", "float16", "bfloat16"}
+    can_be_converted = {saved, given} <= CONVERTED
     try:
         restored = restore(tx, state, tmp_path)
     except Exception:  # the checkpointer's own
