@@ -350,6 +350,7 @@ def test_equinox_filters_what_is_differentiated():
     check_same(loop)
 
 
+@pytest.mark.more
 def test_lookahead_of_fast_and_slow_params():
     """google-deepmind/optax, `lookahead` (as Ranger uses it): the optimizer sees the
     fast params alone."""

@@ -72,7 +72,7 @@ def two_steps(tx, mode, is_eager=False):
     "name, mode",
     [
         (name, mode)
-        if name == "micro-batches, watched" and mode != "no jit"
+        if name == "micro-batches, watched" and mode not in ("no jit", "precision")
         else more(name, mode)
         for name in SET_UPS
         for mode in MODES

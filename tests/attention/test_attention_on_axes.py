@@ -109,9 +109,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "layout",
-    few(
-        LAYOUTS, "batch, mixed", "batch and heads", "more parts than key heads", "keys"
-    ),
+    few(LAYOUTS, "batch and heads", "more parts than key heads", "keys"),
 )
 def test_explicit_axes(layout):
     kinds, specs = LAYOUTS[layout]

@@ -88,8 +88,8 @@ def test_bias_and_its_gradient(shape):
 @pytest.mark.parametrize(
     "lengths, window, has_bias",
     [
-        ((45, 45), (5, 3), True),
-        ((45, 45), (9, 0), False),
+        more((45, 45), (5, 3), True),
+        more((45, 45), (9, 0), False),
         ((33, 50), (4, 12), False),  # keys past the last query
         more((50, 21), (6, 2), True),  # queries past the last key's window
         more((40, 40), (-2, 7), False),  # ahead alone

@@ -94,7 +94,9 @@ def after_two_steps(tx, params, grads):
     return run(params, grads)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WRAP if kind != "plain"])
+@pytest.mark.parametrize(
+    "kind", few([x for x in WRAP if x != "plain"], "NNX variables")
+)
 @pytest.mark.parametrize("name", few(TRANSFORMATIONS, next(iter(TRANSFORMATIONS))))
 def test_updates_keep_the_boxes(kind, name):
     tx, wrap = TRANSFORMATIONS[name], WRAP[kind]

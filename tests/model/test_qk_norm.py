@@ -13,6 +13,7 @@ from helpers import (
     inputs,
     linen_stats,
     linen_variables,
+    more,
     nnx_model,
     nnx_stats,
 )
@@ -58,7 +59,7 @@ def nnx_normalized():
 
 
 @pytest.mark.parametrize("make", [linen_normalized, nnx_normalized])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [more(0.0), 0.3, more(1.0)])
 def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
     """The largest head lands on the threshold, and the others keep their share."""
     params, measure, run = make()

@@ -61,6 +61,7 @@ def test_a_memory_of_transformer_xl():
     _check(fun, QKVO | more, x, memory)
 
 
+@pytest.mark.more
 def test_block_banded_attention_of_gencast():
     """Blocks attend to themselves and both neighbors, under one maximum."""
     blocks, size = 3, 2

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import few, more, naive_logits, normal, one_at_a_time
+from helpers import few, naive_logits, normal, one_at_a_time
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_read_attention import PARAMS, WAYS
@@ -128,7 +128,8 @@ def test_a_loop_of_unknown_length():
     np.testing.assert_allclose(_leaf(stats), EXPECTED["masked"](PARAMS, X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("reverse", [False, more(True)])
+@pytest.mark.more
+@pytest.mark.parametrize("reverse", [False, True])
 def test_a_row_for_every_layer_of_a_scan(reverse):
     params = {n: jnp.stack([PARAMS[n], PARAMS[n] / 2]) for n in PARAMS}
 
@@ -300,6 +301,7 @@ def test_what_changes_in_objects_of_nnx_among_all_arguments_is_kept():
     assert recorded[1]["rngs"][1][...] == 3
 
 
+@pytest.mark.more
 def test_objects_that_are_returned_are_those_that_were_given():
     def fun(net, rngs, x, *, again):
         assert again["net"] is net
