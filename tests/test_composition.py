@@ -163,13 +163,23 @@ def test_conditional_wrappers_of_cast_gradients_change_nothing(name, dtype):
     assert optax.tree.get(actual[1], "num_clipped") == 1
 
 
-@pytest.mark.parametrize("name", ["inject_hyperparams", "MultiSteps of one"])
+def finite_then_clip():
+    """Without a cast: the wrapper sees no update of the clip."""
+    return optax.chain(optax.apply_if_finite(mc.muon(1e-2), 3), mc.qk_clip())
+
+
+LOW_PRECISION = {
+    name: WRAPPERS[name] for name in ("inject_hyperparams", "MultiSteps of one")
+} | {"apply_if_finite, then the clip": finite_then_clip}
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, more(jnp.float16)])
 def test_wrapped_keeps_low_precision(name, dtype):
     accepted = inspect.signature(optax.MultiSteps).parameters
     if name == "MultiSteps of one" and "accumulator_dtype" not in accepted:
         pytest.skip("Optax before 0.2.8 accumulates in the dtype of the updates")
-    run(WRAPPERS[name](), params=make_params(dtype), grads=make_params(dtype))
+    run(LOW_PRECISION[name](), params=make_params(dtype), grads=make_params(dtype))
 
 
 @pytest.mark.more

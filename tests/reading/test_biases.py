@@ -128,7 +128,7 @@ def test_clipped_often_a_head_stays_alive(name):
 
 
 def test_the_table_names_the_one_kernel_that_makes_a_bias():
-    """Of two leaves that are in it, and as the first of all leaves."""
+    """The bias contains two leaves; its kernel is the first leaf of the params."""
 
     def loss(p, x):
         hidden = jnp.tanh(x @ p["into"])
