@@ -97,11 +97,11 @@ class Heads:
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
                     f"attention layer '{show_layer(layer)}': a mask hides them, or "
-                    "wrt= leaves them out. QK-Clip scales kernels and biases together. "
-                    "If only a part of the params of model= is trained, as with "
-                    "wrt=nnx.LoRAParam, use mc.muon, which does not clip; to clip "
-                    "frozen params, too, use wrt=nnx.Param, an optax.partition, and "
-                    "mc.qk_clip after it"
+                    "wrt= leaves them out. Freeze all of a layer's query and key, or "
+                    "nothing of it: QK-Clip scales them together. If only a part of "
+                    "the params of model= is trained, as with wrt=nnx.LoRAParam, use "
+                    "mc.muon, which does not clip. To clip frozen params, too, use "
+                    "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
 

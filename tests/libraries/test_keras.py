@@ -35,3 +35,14 @@ def test_the_page_trains(tmp_path):
     clipped = mc.clip_qk(params, stats, threshold, model=found["reading"])
     (after,) = jax.tree.leaves(found["recorded"](clipped, others, tokens)[1][1])
     np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-4)
+    # What the page says of saving: weights and momentum come back.
+    keras, file = found["keras"], tmp_path / "model.keras"
+    model.save(file)
+    loaded = keras.models.load_model(file, compile=False)
+    tx = mc.muon(2e-3, model=found["reading"])
+    loaded.compile(optimizer=found["Optax"](tx), loss=found["loss"])
+    loaded.optimizer.build(loaded.trainable_variables)
+    loaded.load_weights(file)
+    for of in (lambda m: m.trainable_variables, lambda m: m.optimizer.variables):
+        for saved, restored in zip(of(model), of(loaded), strict=True):
+            np.testing.assert_array_equal(restored.value, saved.value, saved.path)
