@@ -238,7 +238,7 @@ LINES = {
     "iterates in the dtype": dtype_of_the_iteration,
     "heads of a kernel": heads,
     "query, key and value with an axis": fused_kernels,
-    "routers use Muon": routers,
+    "optax updates routers by Muon": routers,
     "`muon_weight_dimension_numbers": dimension_numbers,
     "`eps`": eps,
     "`beta=0.95`": rising_beta,

@@ -156,7 +156,8 @@ def _check_made_so(
             f"{': ' if differ else ''}{' and '.join(differ)}. Other leaves may have "
             "used Muon, a number may have been a schedule, or an option such as "
             "neuron_b2 or mu_dtype='int8' may be new. Use the settings that it was "
-            "made with, or call init again"
+            "made with, or call init again. A state of optax's Muon can be carried "
+            "over: the manual's page on optax has the code"
         )
 
 
