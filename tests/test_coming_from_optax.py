@@ -237,7 +237,7 @@ LINES = {
     '`preconditioning="aol"': aol,
     "iterates in the dtype": dtype_of_the_iteration,
     "heads of a kernel": heads,
-    "query, key and value with an axis": fused_kernels,
+    "a fused kernel of query, key and value": fused_kernels,
     "optax updates routers by Muon": routers,
     "`muon_weight_dimension_numbers": dimension_numbers,
     "`eps`": eps,
