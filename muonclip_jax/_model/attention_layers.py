@@ -312,7 +312,8 @@ def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
     """Raises if a norm next to a layer's projections is not one of its leaves."""
-    letters = {name: re.sub(r"[^a-z]", "", name.lower()) for x in leaf_at for name in x}
+    of_paths = {name for path in leaf_at for name in path}
+    letters = {name: re.sub(r"[^a-z]", "", name.lower()) for name in of_paths}
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
         for depth, name in enumerate(path):

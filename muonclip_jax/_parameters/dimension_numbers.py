@@ -259,9 +259,11 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
     check_read(model, tree)
-    found = dict.fromkeys(tree.paths, Verdict("vector", None, "hidden", "hidden"))
-    for path, leaf in tree.by_path().items():
-        found[path] = found[path] if paths.is_masked(leaf) else model.verdicts[path]
+    hidden, read = Verdict("vector", None, "hidden", "hidden"), model.verdicts
+    found = {
+        path: hidden if paths.is_masked(leaf) else read[path]
+        for path, leaf in tree.by_path().items()
+    }
     doubtful = [
         path
         for path, said in found.items()
