@@ -75,9 +75,9 @@ def train(arguments: Sequence[str]) -> None:
         found[-1] |= {"megabytes": memory, "programs": len(compiled)}
         return found
 
-    def on_event(event: str, seconds: float, **_: Any) -> None:
+    def on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(seconds)
+            compiled.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
     train_sharded.make_optimizer, train_sharded.records = accumulating, counted
@@ -179,14 +179,14 @@ def draw(
     file: Path, curves: dict[str, list[dict[str, Any]]], kills: Sequence[int]
 ) -> None:
     """How far each loss is from the unbroken run's, and the largest logits."""
-    titles = ["off the unbroken run's loss, mean of 50 steps", "largest logit / threshold"]
+    titles = ["loss, off the unbroken run's", "largest logit / threshold"]
     goal = means(np.array([x["loss"] for x in curves[WHOLE]]))
     steps = TOGETHER * (np.arange(len(goal)) + 0.5) / MICRO
     with panels(file, titles, xlabel="step") as axes:
         for i, (name, log) in enumerate(curves.items()):
             losses = means(np.array([x["loss"] for x in log]))
             logits = np.array([x["max_logit"] for x in log]).reshape(-1, TOGETHER)
-            style = dict(label=name, color=f"C{i}", linestyle=["-", "--", "-", ":"][i])
+            style: dict[str, Any] = dict(label=name, linestyle=["-", "--", "-", ":"][i])
             axes[0].plot(steps, np.abs(losses / goal - 1), **style)
             axes[1].plot(steps, logits.max(axis=1) / THRESHOLD, **style)
         for one in axes:
