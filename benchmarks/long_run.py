@@ -179,7 +179,8 @@ def draw(
     file: Path, curves: dict[str, list[dict[str, Any]]], kills: Sequence[int]
 ) -> None:
     """How far each loss is from the unbroken run's, and the largest logits."""
-    titles = ["loss, off the unbroken run's", "largest logit / threshold"]
+    titles = ["off the unbroken run's loss, mean of 50 steps"]
+    titles += ["largest logit / threshold"]
     goal = means(np.array([x["loss"] for x in curves[WHOLE]]))
     steps = TOGETHER * (np.arange(len(goal)) + 0.5) / MICRO
     with panels(file, titles, xlabel="step") as axes:
