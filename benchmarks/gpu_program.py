@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpu_chips import Chip
+from gpu_chips import Rates
 from hlo_costs import KINDS as COLLECTIVES
 from hlo_program import (
     bytes_of,
@@ -34,9 +34,9 @@ class Kernel(NamedTuple):
     flops: float
     bytes: int
 
-    def seconds(self, chip: Chip) -> float:
+    def seconds(self, rates: Rates) -> float:
         """The least time."""
-        busy = max(self.flops / chip.products, self.bytes / chip.copies)
+        busy = max(self.flops / rates.products, self.bytes / rates.copies)
         return busy + LAUNCH_SECONDS
 
 
@@ -55,11 +55,11 @@ class Work(NamedTuple):
         return Work(*(number * a for a in self))
 
 
-def work_by_kind(program: Program, chip: Chip) -> dict[str, Work]:
+def work_by_kind(program: Program, rates: Rates) -> dict[str, Work]:
     """The work of a program, by the kind of kernel."""
     total: dict[str, Work] = collections.defaultdict(Work)
     for kernel, times in _launches(program, program["ENTRY"]):
-        work = Work(1, kernel.flops, kernel.bytes, kernel.seconds(chip))
+        work = Work(1, kernel.flops, kernel.bytes, kernel.seconds(rates))
         total[kernel.kind] = total[kernel.kind].plus(work.times(times))
     return dict(total)
 
