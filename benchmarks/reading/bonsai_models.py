@@ -29,28 +29,13 @@ from bonsai.models.vit import modeling as vit
 from bonsai.models.whisper import modeling as whisper
 from flax import nnx
 
-from .models import Built, floats, losses, Model, tokens
+from .flax_models import HEADS, of_nnx, plain
+from .models import floats, Model, tokens
 
 
 LIBRARIES = ("bonsai 3628425", "flax")
 
 DENSE = {"*": "-", "*/kernel": "i*o", "*classifier/kernel": "-", "lm_head/kernel": "-"}
-HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
-HEADS |= {"*/out/kernel": "iio"}
-
-
-def of(make: Any, call: Callable[..., Any], *args: Any) -> Built:
-    """`call(model, *args)` runs a copy of it, which may write to its state."""
-    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
-        return losses(call(nnx.merge(graph, params, rest, copy=True), *args))
-
-    return Built(loss, params, (rest, *args))
-
-
-def plain(model: Any, *args: Any) -> Any:
-    return model(*args)
 
 
 def with_keys(model: Any, *args: Any) -> Any:
@@ -117,7 +102,7 @@ def model(
     args: tuple[Any, ...] = (IMAGE,),
     **about: Any,
 ) -> Model:
-    made = functools.partial(of, lambda rngs: make(config, rngs=rngs), call, *args)
+    made = functools.partial(of_nnx, lambda rngs: make(config, rngs=rngs), call, *args)
     return Model(name, made, {**DENSE, **verdicts}, **about)
 
 
