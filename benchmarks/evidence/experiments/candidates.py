@@ -134,10 +134,7 @@ def gain(candidate: str) -> str:
 
 def draw(plan: Plan, found: dict[str, Trained]) -> None:
     """Curves of the mean loss above, and below what is left of them at the end."""
-    titles = [
-        *found,
-        *(f"{corpus}: over the default" for corpus in found),
-    ]
+    titles = [*found, *(f"{corpus}: over the default" for corpus in found)]
     with panels(plan.figures / "candidates.png", titles, rows=2) as axes:
         for one, measured in zip(axes, found.values(), strict=False):
             for arm, color in zip(ALONE, CYCLE, strict=False):

@@ -15,7 +15,7 @@ from ..recipe import DEFAULT as ONE_RATE
 from ..recipe import HEADS, START
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import around_zero, CYCLE, rows
 from ..tuning import tuned
 from .choices import muon
 from .defaults import RISING
@@ -206,6 +206,5 @@ def draw(plan: Plan, found: dict[str, Measured]) -> None:
             work = {arm: m.at_equal_work(arm) or nowhere for arm in arms}
             rows(one, tokens, color=CYCLE[1], label="at equal tokens")
             rows(one, work, color=CYCLE[0], label="at equal arithmetic", shift=-0.25)
-            one.axvline(0, color="black", linewidth=0.8)
-            one.locator_params(axis="x", nbins=5)
+            around_zero(one)
             one.tick_params(labelleft=i % 2 == 0)  # the left one of two in a row

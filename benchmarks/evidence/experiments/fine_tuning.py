@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..recipe import HEADS
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import around_zero, CYCLE, rows
 from ..texts import CHECK
 from ..tuning import AXES, tuned
 from .defaults import RISING
@@ -174,5 +174,4 @@ def draw(plan: Plan, found: Mapping[Key, Trained]) -> None:
             rows(axes[place], {arm: gained(m, arm) for arm in BASES}, **style)
             rows(axes[count + place], {x: forgotten(m, x) for x in m.best}, **style)
         for one in axes:
-            one.axvline(0, color="black", linewidth=0.8)
-            one.locator_params(axis="x", nbins=5)
+            around_zero(one)

@@ -20,13 +20,8 @@ from .rate_rule import RULE, rule
 SEEDS, TUNING_SEEDS = 10, (0, 1001, 1002)
 ADAMW, MUON, RULED, HIGH = "AdamW", "Muon", "Muon, the rule's rate", "high-pass"
 # Nothing decays; the rate falls to 0, as is usual for both algorithms.
-ALIKE: dict[str, Any] = dict(
-    weight_decay=0.0,
-    schedule="linear",
-    warm_up=0.0,
-    statistics=False,
-    corpus="prose",
-)
+ALIKE: dict[str, Any] = dict(weight_decay=0.0, schedule="linear", warm_up=0.0)
+ALIKE |= dict(statistics=False, corpus="prose")
 ARMS: dict[str, dict[str, Any]] = {
     ADAMW: dict(optimizer="adamw", learning_rate=2e-3, b2=0.999),
     MUON: dict(learning_rate=4e-3, adam_learning_rate=4e-3, beta=0.95),
@@ -119,10 +114,9 @@ def measured(lab: Lab, plan: Plan) -> dict[str, Trained]:
 def walk(lab: Lab, plan: Plan, task: dict[str, Any]) -> dict[str, Run]:
     best: dict[str, Run] = {}
     for arm, changes in ARMS.items():
-        start = plan.run(**ALIKE | task | changes)
         best[arm] = tuned(
             lab,
-            start,
+            plan.run(**ALIKE | task | changes),
             ("learning_rate",),
             one_rate=arm != ADAMW,
             grid=GRID,
