@@ -11,6 +11,7 @@ compiled program. The least time is what these take at rates seen on an H200, wi
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
 """
 
+import functools
 import itertools
 import time
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 from gpt2 import separate, stacked
 from gpu_chips import COMPILER_OPTIONS, gpus, H200
 from gpu_compiler import process
-from gpu_program import exchanged_bytes, sum_of, Work, work_by_kind
+from gpu_program import exchanged_bytes, Work, work_by_kind
 from hlo_program import parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import KIMI_K2_STAGE
@@ -68,7 +69,8 @@ class Compiled(NamedTuple):
     @property
     def total(self) -> Work:
         kinds = ("products", "elementwise", "other")
-        return sum_of(self.work.get(kind, Work()) for kind in kinds)
+        of_kinds = (self.work.get(kind, Work()) for kind in kinds)
+        return functools.reduce(Work.plus, of_kinds)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from jax.experimental import topologies
 
 
 class Rates(NamedTuple):
-    """Of one GPU, seen in large products and copies, and not the data sheet's."""
+    """What one GPU does in large products and copies, which its data sheet exceeds."""
 
     products: float  # operations a second, 16 bits
     copies: float  # bytes a second, read and written

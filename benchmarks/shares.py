@@ -24,7 +24,7 @@ from optax.contrib import MuonDimensionNumbers
 def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
     """Number of trips by name scope, for each kind of device that there is.
 
-    Only the loops of each stack of which devices own different numbers.
+    They are the loops of stacks of which devices own different numbers.
     """
     trips = {}
     for i, (stack, cut, share) in enumerate(_plan(model, platform)):

@@ -72,14 +72,11 @@ def main() -> None:
     report = Report(args)
     table = report.table("One update, compiled for one chip", COLUMNS)
     for name, model in models(args.layers).items():
-        if is_chosen(name, args.model) if args.model else not model.specs:
+        named = any(part in name for part in args.model or ())
+        if named if args.model else not model.specs:
             mesh = tpu_mesh(model)
             add_rows(table, [*compile_updates(name, model, mesh, args.only)])
     report.write()
-
-
-def is_chosen(name: str, parts: list[str]) -> bool:
-    return any(part in name for part in parts)
 
 
 def tpu_mesh(model: Model) -> Mesh:

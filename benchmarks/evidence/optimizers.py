@@ -104,7 +104,7 @@ def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
 
 
 def _experts(numbers: MuonDimensionNumbers | None, params: Any) -> Any:
-    """Those of all experts are given, the others as by default."""
+    """`numbers` are those of all experts; other leaves have the default."""
 
     def leaf(path, default):
         return numbers if "experts" in jax.tree_util.keystr(path) else default

@@ -36,7 +36,7 @@ DENSE = {
 HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
 HEADS |= {"*/attention_output/kernel": "iio"}
 #: Those that read pixels.
-PIXELS = dict.fromkeys(
+PIXELS: dict[str, str] = dict.fromkeys(
     ("Conv1/kernel", "conv/kernel", "conv1_conv/kernel", "*stem_conv/kernel"), "iiio|-"
 )
 
