@@ -18,15 +18,7 @@ from typing import TypeVar
 import jax
 from first_contact.attention_checks import attention_checks
 from first_contact.muon_checks import muon_checks
-from first_contact.rows import (
-    add_checks,
-    add_rows,
-    Checks,
-    FAST,
-    Parts,
-    RIGHT,
-    Timed,
-)
+from first_contact.rows import add_checks, add_rows, Checks, FAST, Parts, RIGHT, Timed
 from first_contact.settings import by_setting
 from first_contact.times import FULL, Times, TINY
 from first_contact.torch_peers import torch_muon

@@ -69,15 +69,17 @@ def updates(shapes: Shapes, **ours: Any) -> dict[str, Callable[[], Any]]:
 
 
 def updates_by(
-    shapes: Shapes, optimizers: Mapping[str, optax.GradientTransformation]
+    shapes: Shapes,
+    optimizers: Mapping[str, optax.GradientTransformation],
+    shardings: Any = None,
 ) -> dict[str, Callable[[], Any]]:
     """Calls of compiled updates, on the same gradients and params."""
 
     def side(tx):
-        state, update = tx.init(params), jax.jit(tx.update)
+        state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
         return lambda: update(grads, state, params)
 
-    grads = gradients(shapes)
+    grads = jax.device_put(gradients(shapes), shardings)
     params = jax.tree.map(jnp.ones_like, grads)
     return {name: side(tx) for name, tx in optimizers.items()}
 

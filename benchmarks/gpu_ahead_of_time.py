@@ -1,10 +1,9 @@
-"""Compiles Muon's update for GPUs, without a GPU.
+"""Compiles Muon's update for NVIDIA H200, without a GPU.
 
     pip install -e '.[examples]'
     pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V  # V of jaxlib
     pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
     JAX_PLATFORMS=cpu python benchmarks/gpu_ahead_of_time.py
-    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8
 
 The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pipeline
 has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
@@ -12,6 +11,7 @@ compiled program. The least time is what these take at rates seen on an H200, wi
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
 """
 
+import functools
 import itertools
 import time
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpt2 import separate, stacked
-from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
+from gpu_chips import COMPILER_OPTIONS, gpus, H200
 from gpu_compiler import process
-from gpu_program import exchanged_bytes, sum_of, Work, work_by_kind
+from gpu_program import exchanged_bytes, Work, work_by_kind
 from hlo_program import parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import KIMI_K2_STAGE
@@ -48,7 +48,6 @@ COLUMNS = {
 class Plan(NamedTuple):
     """One update to compile."""
 
-    chip: str
     gpus: int
     stacked: bool
     dtype: str
@@ -70,40 +69,25 @@ class Compiled(NamedTuple):
     @property
     def total(self) -> Work:
         kinds = ("products", "elementwise", "other")
-        return sum_of(self.work.get(kind, Work()) for kind in kinds)
+        of_kinds = (self.work.get(kind, Work()) for kind in kinds)
+        return functools.reduce(Work.plus, of_kinds)
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
-    args = options.parse_args()
-    report = Report(args)
-    for chip in args.chips:
-        add_updates(report, plans(chip, args.gpus))
-    report.write()
-
-
-def plans(chip: str, counts: list[int]) -> list[Plan]:
-    dtypes = ("float32", "bfloat16")
-    choices = itertools.product(counts, (False, True), dtypes)
-    return [Plan(chip, *choice) for choice in choices]
-
-
-def add_updates(report: Report, plans: list[Plan]) -> None:
-    """All for one chip."""
-    chip = CHIPS[plans[0].chip]
-    table = report.table(f"One update, compiled for {chip.name}", COLUMNS)
+    report = Report(parser(__doc__).parse_args())
+    table = report.table("One update, compiled for NVIDIA H200", COLUMNS)
+    choices = itertools.product((1, 8), (False, True), ("float32", "bfloat16"))
+    plans = [Plan(*choice) for choice in choices]
     with process() as executor:
         compiled = executor.map(compile_update, plans)
         for plan, update in zip(plans, compiled, strict=True):
             add_row(table, plan, update)
+    report.write()
 
 
 def compile_update(plan: Plan) -> Compiled:
     """In a process for the chip."""
-    chip = CHIPS[plan.chip]
-    params, shardings = stage(plan, chip)
+    params, shardings = stage(plan)
     tx = mc.scale_by_muon(
         shardings=shardings,
         dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
@@ -117,17 +101,17 @@ def compile_update(plan: Plan) -> Compiled:
     assert memory is not None and text is not None
     program = parse(text)
     return Compiled(
-        work_by_kind(program, chip),
+        work_by_kind(program, H200),
         memory.temp_size_in_bytes,
         exchanged_bytes(program),
         seconds,
     )
 
 
-def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
+def stage(plan: Plan) -> tuple[Any, Any]:
     """Params by shape, dtype and place, sharded if there is a mesh."""
     axes = (AxisType.Auto,)
-    mesh = Mesh(np.array(gpus(chip, plan.gpus)), ("fsdp",), axis_types=axes)
+    mesh = Mesh(np.array(gpus(plan.gpus)), ("fsdp",), axis_types=axes)
     is_cut = plan.gpus > 1
     rows = PartitionSpec("fsdp") if is_cut else PartitionSpec()
     if plan.stacked and is_cut:

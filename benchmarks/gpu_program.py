@@ -6,13 +6,12 @@ products of small matrices are slower than the rate: a bound to compare plans wi
 """
 
 import collections
-import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from gpu_chips import Chip
+from gpu_chips import Rates
 from hlo_costs import KINDS as COLLECTIVES
 from hlo_program import (
     bytes_of,
@@ -34,9 +33,9 @@ class Kernel(NamedTuple):
     flops: float
     bytes: int
 
-    def seconds(self, chip: Chip) -> float:
+    def seconds(self, rates: Rates) -> float:
         """The least time."""
-        busy = max(self.flops / chip.products, self.bytes / chip.copies)
+        busy = max(self.flops / rates.products, self.bytes / rates.copies)
         return busy + LAUNCH_SECONDS
 
 
@@ -48,19 +47,16 @@ class Work(NamedTuple):
     bytes: float = 0.0
     seconds: float = 0.0
 
-    def plus(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, number: int) -> "Work":
-        return Work(*(number * a for a in self))
+    def plus(self, other: "Work", times: int = 1) -> "Work":
+        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def work_by_kind(program: Program, chip: Chip) -> dict[str, Work]:
+def work_by_kind(program: Program, rates: Rates) -> dict[str, Work]:
     """The work of a program, by the kind of kernel."""
     total: dict[str, Work] = collections.defaultdict(Work)
     for kernel, times in _launches(program, program["ENTRY"]):
-        work = Work(1, kernel.flops, kernel.bytes, kernel.seconds(chip))
-        total[kernel.kind] = total[kernel.kind].plus(work.times(times))
+        work = Work(1, kernel.flops, kernel.bytes, kernel.seconds(rates))
+        total[kernel.kind] = total[kernel.kind].plus(work, times)
     return dict(total)
 
 
@@ -171,7 +167,3 @@ def exchanged_bytes(program: Program) -> int:
     done = re.compile(f"({COLLECTIVES})-done")
     nodes = program["ENTRY"].values()
     return sum(bytes_of(node.shape) for node in nodes if done.fullmatch(node.opcode))
-
-
-def sum_of(works: Iterable[Work]) -> Work:
-    return functools.reduce(Work.plus, works, Work())

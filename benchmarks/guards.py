@@ -92,7 +92,7 @@ def gpu() -> Iterator[str]:
 
     with process() as executor:
         for dtype, most in GPU_BYTES.items():
-            plan = Plan("h200", 1, False, dtype)
+            plan = Plan(1, False, dtype)
             compiled = executor.submit(compile_update, plan).result()
             name = f"temporaries of Kimi K2's stage in {dtype}"
             yield within(name, compiled.temporary_bytes, most)

@@ -4,7 +4,7 @@
 
 The transformer of examples/train_sharded.py takes 3,000 steps of 2 micro-batches on 8
 simulated devices, with momentum in 8 bits, a clip that acts, and a checkpoint every 199
-micro-batches, so that half of them lie within a step. Each kill is a SIGKILL at a
+micro-batches, so that half of them are within a step. Each kill is a SIGKILL at a
 random place. One run is always resumed on 8 devices, another on 8, 4 and 2 in turn. On
 another mesh sums round in another order, and training amplifies that: how much, an
 unbroken run on 4 devices says.

@@ -60,12 +60,9 @@ def read(model: Model) -> dict[str, Any]:
     ):
         path = line.split()[0]
         assert str(leaf.shape) in line, f"{line} is not of {leaf.shape}"
-        want, *others = model.verdicts_of(path, leaf.shape)
-        verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
+        want, outcome = judged(model, path, leaf, answer)
         if path in reading.unknown:
             outcome = "unknown"
-        else:
-            outcome = "right" if is_right(verdict, answer) else "wrong"
         counts[outcome] += 1
         if outcome != "right":
             lines.append(f"{outcome}: {line}, expected {want}")
@@ -87,6 +84,13 @@ def read(model: Model) -> dict[str, Any]:
         except ValueError as error:  # what a user would meet, too
             lines.append(f"failed: {first_line(error)}")
     return row
+
+
+def judged(model: Model, path: str, leaf: Any, answer: Any) -> tuple[Any, str]:
+    """The first verdict of the expert, and whether the answer is right or wrong."""
+    want, *others = model.verdicts_of(path, leaf.shape)
+    verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
+    return want, "right" if is_right(verdict, answer) else "wrong"
 
 
 def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, Any]:
@@ -204,9 +208,7 @@ def by_names(model: Model) -> collections.Counter[str]:
     counts = collections.Counter(leaves=len(leaves), asked=len(asked))
     for path, leaf, answer in zip(paths, leaves, numbers, strict=True):
         if path not in asked:
-            want, *others = model.verdicts_of(path, leaf.shape)
-            verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
-            outcome = "right" if is_right(verdict, answer) else "wrong"
+            want, outcome = judged(model, path, leaf, answer)
             counts[outcome] += 1
             if outcome == "wrong":
                 print(f"    {model.name}: {path} {leaf.shape}, expected {want}")

@@ -21,7 +21,7 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 from alternating import alternate, compare  # noqa: E402
-from gpt2 import BLOCK, optimizers, separate, Shapes, stacked  # noqa: E402
+from gpt2 import BLOCK, optimizers, separate, Shapes, stacked, updates_by  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 from models import llama  # noqa: E402
 from optax_main import RELEASED  # noqa: E402
@@ -53,17 +53,7 @@ def updates(shapes: Shapes) -> dict[str, Callable[[], Any]]:
         name: NamedSharding(mesh, PartitionSpec(*(None,) * (len(shape) - 2), "fsdp"))
         for name, shape in shapes.items()
     }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    grads = {
-        name: jax.device_put(jax.random.normal(key, shape), shardings[name])
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-    def side(tx):
-        state, update = jax.jit(tx.init)(grads), jax.jit(tx.update)
-        return lambda: update(grads, state, grads)
-
-    return {k: side(tx) for k, tx in optimizers(shapes, shardings=shardings).items()}
+    return updates_by(shapes, optimizers(shapes, shardings=shardings), shardings)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from internals import (
-    divide_stacks,
     groups_of,
     Matrices,
     matrix_view,
@@ -22,14 +21,19 @@ from models import Model
 from optax.contrib import MuonDimensionNumbers
 
 
-def loops_of_devices(
-    model: Model, platform: str, *, told: bool = True
-) -> list[dict[str, int]]:
+def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
     """Number of trips by name scope, for each kind of device that there is.
 
-    `told` is whether the update knows how the leaves are sharded.
+    They are the loops of stacks of which devices own different numbers.
     """
-    trips = _trips(model, platform) if told else _trips_untold(model, platform)
+    trips = {}
+    for i, (stack, cut, share) in enumerate(_plan(model, platform)):
+        if not share.is_full:
+            counts = np.empty(math.prod(model.mesh.values()), int)
+            counts[groups_of(cut, model.mesh)] = share.counts
+            most = solver(platform).batch_size(stack.shape)
+            step = math.ceil(share.slots / math.ceil(share.slots / most))
+            trips[f"stack{i}"] = -(-counts // step)
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
@@ -42,34 +46,6 @@ def even_flops(model: Model, platform: str) -> float:
         groups = len(groups_of(cut, model.mesh))
         flops += 2.0 * one * groups * int(share.counts.sum())
     return flops / math.prod(model.mesh.values())
-
-
-def _trips(model: Model, platform: str) -> dict[str, np.ndarray]:
-    """Of the loops of each stack of which devices own different numbers, on each."""
-    trips = {}
-    for i, (stack, cut, share) in enumerate(_plan(model, platform)):
-        if not share.is_full:
-            counts = np.empty(math.prod(model.mesh.values()), int)
-            counts[groups_of(cut, model.mesh)] = share.counts
-            trips |= _loop(f"stack{i}", counts, share.slots, stack.shape, platform)
-    return trips
-
-
-def _trips_untold(model: Model, platform: str) -> dict[str, np.ndarray]:
-    devices = math.prod(model.mesh.values())
-    plan = divide_stacks(solver(platform), _leaves(model), devices)
-    trips = {}
-    for i, (stack, share) in enumerate(plan):
-        trips |= _loop(f"stack{i}", share.counts, share.slots, stack.shape, platform)
-    return trips
-
-
-def _loop(
-    scope: str, counts: np.ndarray, slots: int, shape: tuple[int, int], platform: str
-) -> dict[str, np.ndarray]:
-    """Trips of the loop over so many matrices of a stack."""
-    step = math.ceil(slots / math.ceil(slots / solver(platform).batch_size(shape)))
-    return {scope: -(-counts // step)}
 
 
 def _plan(model: Model, platform: str) -> list[SharedStack]:

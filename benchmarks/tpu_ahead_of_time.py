@@ -5,7 +5,6 @@
         python benchmarks/tpu_ahead_of_time.py                      # on one chip
     ... python benchmarks/tpu_ahead_of_time.py --model '64, stacked' tensor expert
     ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
-    ... python benchmarks/tpu_ahead_of_time.py --model 64 --without-shardings
     ... python benchmarks/tpu_ahead_of_time.py --model slices --only ours
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
@@ -65,42 +64,30 @@ COLUMNS = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--model",
-        nargs="+",
-        help="names or parts; default: those on one chip",
+        "--model", nargs="+", help="names or parts; default: those on one chip"
     )
     options.add_argument("--only", choices=("ours", "optax", RELEASED))
-    options.add_argument(
-        "--without-shardings",
-        action="store_true",
-        help="ours as if nobody said how the leaves are sharded",
-    )
-    options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
     args = options.parse_args()
     report = Report(args)
     table = report.table("One update, compiled for one chip", COLUMNS)
     for name, model in models(args.layers).items():
-        if is_chosen(name, args.model) if args.model else not model.specs:
-            mesh = tpu_mesh(model, args.topology)
-            told = not args.without_shardings
-            add_rows(table, [*compile_updates(name, model, mesh, args.only, told=told)])
+        named = any(part in name for part in args.model or ())
+        if named if args.model else not model.specs:
+            mesh = tpu_mesh(model)
+            add_rows(table, [*compile_updates(name, model, mesh, args.only)])
     report.write()
 
 
-def is_chosen(name: str, parts: list[str]) -> bool:
-    return any(part in name for part in parts)
-
-
-def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
-    """The model's mesh over the chips of a topology, the first ones if there are more.
+def tpu_mesh(model: Model) -> Mesh:
+    """The model's mesh over the chips of its topology, the first if there are more.
 
     Names of axes count, not where in a slice the chips are: the compiler's estimates
     know no distance.
     """
     settings = {"num_slices": model.slices} if model.slices > 1 else {}
     chips = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology or model.topology, **settings
+        platform="tpu", topology_name=model.topology, **settings
     ).devices
     chips = sorted(chips, key=lambda chip: getattr(chip, "slice_index", 0))
     shape = tuple(model.mesh.values())
@@ -141,23 +128,17 @@ def shardings_of(model: Model, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def compile_updates(
-    name: str,
-    model: Model,
-    mesh: Mesh,
-    only: str | None = None,
-    *,
-    told: bool = True,
+    name: str, model: Model, mesh: Mesh, only: str | None = None
 ) -> Iterator[Compiled]:
-    """`told` is whether ours is given the `shardings` of the leaves."""
     sides = optimizers(
         model.shapes,
         adam=model.adam,
         mu_dtype=model.mu_dtype,
-        shardings=shardings_of(model, mesh) if told else None,
+        shardings=shardings_of(model, mesh),
     )
     for implementation, tx in sides.items():
         if only in (None, implementation):
-            yield compile_update(name, implementation, tx, model, mesh, told=told)
+            yield compile_update(name, implementation, tx, model, mesh)
 
 
 def compile_update(
@@ -166,8 +147,6 @@ def compile_update(
     tx: optax.GradientTransformation,
     model: Model,
     mesh: Mesh,
-    *,
-    told: bool,
 ) -> Compiled:
     start = time.perf_counter()
     compiled = program(tx, model, mesh)
@@ -175,7 +154,7 @@ def compile_update(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu", told=told) if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu") if is_ours else [{}]
     sides = sides_of(mesh)
     return Compiled(
         name,

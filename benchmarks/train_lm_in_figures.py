@@ -10,8 +10,9 @@ an interrupted command goes on where it stopped.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from evidence.intervals import interval
 from tables import kept, parser, Report
@@ -78,17 +79,20 @@ def write(report: Report, out: Path, seeds: int) -> None:
 
 
 def results(seed: int, optimizers: Sequence[str], out: Path) -> dict[str, History]:
-    """The history of each optimizer, which is trained if it has not been."""
-    found: dict[str, History] = {}
-    for name in optimizers:
-        folder = out / f"{name}-{seed}"
-        if not (folder / "results.json").exists():
-            flags = {"--optimizer": name, "--seed": seed, "--out": folder}
-            command = [sys.executable, EXAMPLES / "train_lm.py"]
-            command += [word for flag in flags.items() for word in flag]
-            subprocess.run(list(map(str, command)), check=True)
-        found |= json.loads((folder / "results.json").read_text())
-    return found
+    """The history of each optimizer."""
+    flags = {"--seed": seed}
+    return {x: history_of(x, out / f"{x}-{seed}", flags) for x in optimizers}
+
+
+def history_of(optimizer: str, folder: Path, flags: Mapping[str, Any]) -> History:
+    """That of a run of the example, which is trained if the folder has none."""
+    file = folder / "results.json"
+    if not file.exists():
+        flags = {"--optimizer": optimizer, **flags, "--out": folder}
+        command = [sys.executable, EXAMPLES / "train_lm.py"]
+        command += [word for flag in flags.items() for word in flag]
+        subprocess.run(list(map(str, command)), check=True)
+    return json.loads(file.read_text())[optimizer]
 
 
 def steps_and_share(histories: dict[str, History], name: str) -> tuple[float, float]:

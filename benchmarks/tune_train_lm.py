@@ -7,19 +7,16 @@ way. Each is that of one run of the example at its default length; finished runs
 kept in `--out`, so that an interrupted walk goes on where it stopped.
 """
 
-import argparse
-import json
-import subprocess
-import sys
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tables import parser, Report
+from train_lm_in_figures import history_of
 from walk import neighbors, walk
 
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
 WEIGHT_DECAYS = (0.0, 0.1, 0.3, 0.5, 1.0, 2.0)
 
 
@@ -53,54 +50,35 @@ GRIDS = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--out", type=Path, default=Path("runs/tune_train_lm"))
-    options.add_argument("--steps", type=int, default=300)
     args = options.parse_args()
     report = Report(args)
     for optimizer, grid in GRIDS.items():
-        write(report, optimizer, grid, seen(optimizer, grid, args))
+        tune(report, optimizer, grid, args.out)
     report.write()
 
 
-def seen(optimizer: str, grid: Grid, args: argparse.Namespace) -> dict[Place, float]:
-    """The losses at all places where the walk looked."""
+def tune(report: Report, optimizer: str, grid: Grid, out: Path) -> None:
+    """Writes the final validation losses at all places where the walk looked."""
+
+    @functools.cache
+    def loss(place: Place) -> float:
+        found[place] = final_loss(optimizer, grid.flag, place, out)
+        return found[place]
+
     found: dict[Place, float] = {}
-
-    def losses(places: list[Place]) -> list[float]:
-        for place in places:
-            if place not in found:
-                found[place] = loss(optimizer, grid.flag, place, args)
-        return [found[place] for place in places]
-
-    walk(grid.start, grid.next_to, losses)
-    return found
-
-
-def loss(optimizer: str, flag: str, place: Place, args: argparse.Namespace) -> float:
-    """The final validation loss of one run."""
-    out = args.out / f"{optimizer}-{place.rate:g}-{place.decay:g}-{args.steps}"
-    if not (out / "results.json").exists():
-        options = {
-            flag: place.rate,
-            "--weight-decay": place.decay,
-            "--steps": args.steps,
-            "--out": out,
-        }
-        command = [sys.executable, EXAMPLE, "--optimizer", optimizer]
-        command += [str(word) for option in options.items() for word in option]
-        subprocess.run(command, check=True, capture_output=True)
-    history = json.loads((out / "results.json").read_text())[optimizer]
-    return history[-1]["validation_loss"]
-
-
-def write(
-    report: Report, optimizer: str, grid: Grid, found: dict[Place, float]
-) -> None:
+    walk(grid.start, grid.next_to, lambda places: [*map(loss, places)])
     rates, decays = (sorted(set(values)) for values in zip(*found, strict=True))
     title = f"validation loss of {optimizer}, {grid.flag} by --weight-decay"
     columns = {"": "g"} | {f"{decay:g}": ".4f" for decay in decays}
     table = report.table(title, columns)
     for rate in rates:
         table.add(rate, *(found.get(Place(rate, decay)) for decay in decays))
+
+
+def final_loss(optimizer: str, flag: str, place: Place, out: Path) -> float:
+    flags = {flag: place.rate, "--weight-decay": place.decay}
+    folder = out / f"{optimizer}-{place.rate:g}-{place.decay:g}"
+    return history_of(optimizer, folder, flags)[-1]["validation_loss"]
 
 
 if __name__ == "__main__":

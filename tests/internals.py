@@ -1,5 +1,8 @@
 """The private names that tests and benchmarks use: no other file of theirs has any."""
 
+# What is imported here is for others to import.
+# ruff: noqa: F401
+
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -15,12 +18,8 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._matrices.stacks import Matrices, matrix_view, MatrixView
-from muonclip_jax._mesh.by_constraint import (
-    divide_stacks,
-)
 from muonclip_jax._mesh.exchange import (
     Cut,
-    cut_of,
     groups_of,
     MOST_SLOTS,
     share_in_a_row,
@@ -33,11 +32,8 @@ from muonclip_jax._mesh.on_mesh import (
 )
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
-from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
-from muonclip_jax._newton_schulz.coefficients import (
-    check_schedule,
-    resolve_schedule,
-)
+from muonclip_jax._muon.orthogonalize import on_one_device
+from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
 from muonclip_jax._newton_schulz.iteration import collected
 from muonclip_jax._newton_schulz.newton_schulz import make_solver
 from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
@@ -53,47 +49,6 @@ from muonclip_jax._reading.heads import heads_of
 from muonclip_jax._reading.kernels import largest_by_sums
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
-
-
-__all__ = [
-    "MOST_SLOTS",
-    "RULES",
-    "Cut",
-    "Facts",
-    "Graph",
-    "Matrices",
-    "MatrixView",
-    "SharedStack",
-    "Softmaxes",
-    "accumulate",
-    "call_of",
-    "check_schedule",
-    "collected",
-    "cudnn",
-    "cut_of",
-    "divide_stacks",
-    "eight_bits",
-    "gammas",
-    "groups_of",
-    "heads_of",
-    "largest_by_sums",
-    "matrix_view",
-    "matrix_views",
-    "max_logits_module",
-    "moves",
-    "muon_module",
-    "muonclip_module",
-    "on_one_device",
-    "orthogonalize",
-    "orthogonalize_on_mesh",
-    "paths",
-    "plan_exchanges",
-    "resolve_schedule",
-    "scale_module",
-    "share_in_a_row",
-    "share_out",
-    "splash_statistic",
-]
 
 
 #: Every rule on names and shapes.

@@ -38,12 +38,15 @@ def only_b(adapters: Adapters) -> Any:
     return {place: {"a": None, "b": MuonDimensionNumbers()} for place in adapters}
 
 
+def is_numbers(x: Any) -> bool:
+    """Whether a node of a tree of dimension numbers is a leaf of it."""
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+
 def _matrices(params: Any) -> list[tuple[int, Any, int]]:
     """Place, leaf and inputs of every matrix; inputs come first in all kernels here."""
     numbers = mc.flax_dimension_numbers(params)
-    of_leaves = jax.tree.leaves(
-        numbers, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-    )
+    of_leaves = jax.tree.leaves(numbers, is_leaf=is_numbers)
     leaves = jax.tree.leaves(params)
     return [
         (place, leaf, math.prod(leaf.shape[i] for i in _axes(dims)))

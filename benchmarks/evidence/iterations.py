@@ -56,9 +56,7 @@ def in_blocks(x: jax.Array) -> jax.Array:
 
 
 def now_and_then(
-    every: int,
-    between: Callable[[jax.Array], jax.Array],
-    direction: dict[str, Any],
+    every: int, between: Callable[[jax.Array], jax.Array], direction: dict[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction in one of so many steps, and `between` of the momentum else."""
     muon = mc.scale_by_muon(**direction)

@@ -1,5 +1,6 @@
 """The optimizers that are compared, of the package's public API."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
-from .adapters import only_b
+from .adapters import is_numbers, only_b
 from .candidates import CANDIDATES, decay_share
 from .run import Run
 
@@ -102,16 +103,9 @@ def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
     return mc.clip_qk(params, stats, at.threshold)
 
 
-def _one_expert_matrix(params: Any) -> Any:
-    """The experts of a layer side by side in one matrix."""
-    return _experts(params, MuonDimensionNumbers((-2,), (-3, -1)))
+def _experts(numbers: MuonDimensionNumbers | None, params: Any) -> Any:
+    """`numbers` are those of all experts; other leaves have the default."""
 
-
-def _adam_experts(params: Any) -> Any:
-    return _experts(params, None)
-
-
-def _experts(params: Any, numbers: MuonDimensionNumbers | None) -> Any:
     def leaf(path, default):
         return numbers if "experts" in jax.tree_util.keystr(path) else default
 
@@ -119,19 +113,12 @@ def _experts(params: Any, numbers: MuonDimensionNumbers | None) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, default, is_leaf=is_numbers)
 
 
-def is_numbers(x: Any) -> bool:
-    """Whether a node of a tree of dimension numbers is a leaf of it."""
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
-def _per_head(params: Any) -> Any:
-    return mc.flax_dimension_numbers(params, per_head=True)
-
-
+SIDE_BY_SIDE = MuonDimensionNumbers((-2,), (-3, -1))
 MATRICES = {
     "default": None,
-    "per_head": _per_head,
-    "one_expert_matrix": _one_expert_matrix,
-    "adam_experts": _adam_experts,
+    "per_head": functools.partial(mc.flax_dimension_numbers, per_head=True),
+    # The experts of a layer side by side.
+    "one_expert_matrix": functools.partial(_experts, SIDE_BY_SIDE),
+    "adam_experts": functools.partial(_experts, None),
     "lora_b": only_b,
 }

@@ -277,7 +277,7 @@ def _extras(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
     for corpus, of in candidates.measured(lab, plan).items():
         for arm in candidates.ALONE:
             if arm in candidates.BASES:
-                found[corpus, arm] = of.gained(arm)
+                found[corpus, arm] = candidates.gained(of, arm)
     larger = list(recipes.SIZES)[-1]
     for (corpus, size), of in recipes.measured(lab, plan).items():
         if size == larger:

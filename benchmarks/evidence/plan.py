@@ -1,7 +1,7 @@
 """How much of an experiment is run: corpora, seeds and lengths."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,16 +46,16 @@ class Plan:
         small = dict(batch=run.batch // 2, context=32, layers=min(run.layers, 2))
         return run.but(steps=max(20, run.steps // 20), **small)
 
-    def over_seeds(self, run: Run, count: int) -> Iterator[Run]:
-        return (run.but(seed=seed) for seed in self.seeds(count))
+    def over_seeds(self, run: Run, count: int) -> list[Run]:
+        return [run.but(seed=seed) for seed in self.seeds(count)]
 
     def arms(
         self, arms: Mapping[str, Mapping[str, Any]], count: int, **settings: Any
     ) -> dict[tuple[str, str], list[Run]]:
         """Returns the runs of all seeds, by corpus and by arm of changed settings."""
         return {
-            (corpus, arm): list(
-                self.over_seeds(self.run(corpus, **settings | dict(changes)), count)
+            (corpus, arm): self.over_seeds(
+                self.run(corpus, **settings | dict(changes)), count
             )
             for corpus in self.corpora
             for arm, changes in arms.items()

@@ -194,12 +194,8 @@ def advantages(seen: Played, value: jax.Array) -> jax.Array:
         gain, later = carry
         value, reward, end = at
         goes_on = 1.0 - end
-        gain = (
-            reward
-            + DISCOUNT * later * goes_on
-            - value
-            + (DISCOUNT * TRACE * goes_on * gain)
-        )
+        error = reward + DISCOUNT * later * goes_on - value
+        gain = error + DISCOUNT * TRACE * goes_on * gain
         return (gain, value), gain
 
     steps = (seen.values, seen.rewards, seen.ends.astype(jnp.float32))

@@ -76,17 +76,8 @@ class Run:
     @property
     def program(self) -> Self:
         """The run with all that one compiled program takes as arguments left out."""
-        names = [
-            "corpus",
-            "seed",
-            "start",
-            "steps",
-            "schedule",
-            "warm_up",
-            "evaluations",
-            "probe",
-        ]
-        names += ["learning_rate", "adam_learning_rate", "weight_decay"]
+        names = ["corpus", "seed", "start", "steps", "schedule", "warm_up", "probe"]
+        names += ["learning_rate", "adam_learning_rate", "weight_decay", "evaluations"]
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changes = {name: defaults[name] for name in names}
         return self.but(

@@ -34,12 +34,12 @@ def rows(
     axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9.5)
 
 
-def losses_over(
-    axes: Any, means: Mapping[str, Interval], most: float | None = None
-) -> None:
-    """Rows of losses over another's, and how much of it would be too much."""
+def losses_over(axes: Any, means: Mapping[str, Interval]) -> None:
+    """Rows of losses over another's."""
     rows(axes, means, color=CYCLE[1])
+    around_zero(axes)
+
+
+def around_zero(axes: Any) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.locator_params(axis="x", nbins=5)  # numbers of small losses are long
-    if most is not None:
-        axes.axvline(most, color="black", linewidth=0.8, linestyle=":")

@@ -87,7 +87,7 @@ def lengths(run: Run, shares: Sequence[float] = SHARES) -> list[Run]:
 
 def reported(plan: Plan, run: Run, seeds: int) -> list[Run]:
     evaluations = EVALUATIONS if run.schedule == "constant" else 1
-    return list(plan.over_seeds(run.but(evaluations=evaluations), seeds))
+    return plan.over_seeds(run.but(evaluations=evaluations), seeds)
 
 
 def reached(path: Path, goal: float) -> float:

@@ -6,7 +6,9 @@ PyPI has none of it: https://github.com/jax-ml/bonsai, here at 3628425.
 # pyright: reportMissingImports=false
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,28 +29,13 @@ from bonsai.models.vit import modeling as vit
 from bonsai.models.whisper import modeling as whisper
 from flax import nnx
 
-from .models import Built, floats, losses, Model, tokens
+from .flax_models import HEADS, of_nnx, plain
+from .models import floats, Model, tokens
 
 
 LIBRARIES = ("bonsai 3628425", "flax")
 
 DENSE = {"*": "-", "*/kernel": "i*o", "*classifier/kernel": "-", "lm_head/kernel": "-"}
-HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
-HEADS |= {"*/out/kernel": "iio"}
-
-
-def of(make: Any, call: Callable[..., Any], *args: Any) -> Built:
-    """`call(model, *args)` runs a copy of it, which may write to its state."""
-    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
-        return losses(call(nnx.merge(graph, params, rest, copy=True), *args))
-
-    return Built(loss, params, (rest, *args))
-
-
-def plain(model: Any, *args: Any) -> Any:
-    return model(*args)
 
 
 def with_keys(model: Any, *args: Any) -> Any:
@@ -77,22 +64,21 @@ def with_cache(model: Any, ids: jax.Array) -> Any:
     return model(ids, cache=cache, segment_ids=jnp.ones_like(ids))
 
 
-def llada_of(rngs: nnx.Rngs) -> Any:
+def llada_config() -> Any:
     config = llada.ModelConfig.llada_8b_it(False, False, jnp.float32)
     small = dict(d_model=32, n_heads=4, n_kv_heads=4, n_layers=2, vocab_size=99)
     names = [field.name for field in dataclasses.fields(llada.ShardingConfig)]
     unsharded: Any = llada.ShardingConfig(**dict.fromkeys(names))
     small |= dict(embedding_size=99, mlp_hidden_size=64, shd_cfg=unsharded)
-    return llada.LLaDAModel(dataclasses.replace(config, **small), rngs=rngs)
+    return dataclasses.replace(config, **small)
 
 
-def whisper_of(rngs: nnx.Rngs) -> Any:
+def whisper_config() -> Any:
     small = dict(d_model=32, encoder_layers=2, decoder_layers=2, vocab_size=99)
     small |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
     small |= dict(encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=10)
     small |= dict(max_source_positions=8, max_length=16, num_hidden_layers=2)
-    config = dataclasses.replace(whisper.ModelConfig.whisper_tiny(), **small)
-    return whisper.Whisper(config, rngs=rngs)
+    return dataclasses.replace(whisper.ModelConfig.whisper_tiny(), **small)
 
 
 def transcribed(model: Any, sound: jax.Array, ids: jax.Array) -> Any:
@@ -105,199 +91,168 @@ def transcribed(model: Any, sound: jax.Array, ids: jax.Array) -> Any:
 IMAGE = floats(2, 32, 32, 3)
 IDS = tokens(2, 8)
 
+
+def model(
+    name: str,
+    make: Any,
+    config: Any,
+    verdicts: Mapping[str, str] = MappingProxyType({}),
+    *,
+    call: Callable[..., Any] = plain,
+    args: tuple[Any, ...] = (IMAGE,),
+    **about: Any,
+) -> Model:
+    made = functools.partial(of_nnx, lambda rngs: make(config, rngs=rngs), call, *args)
+    return Model(name, made, {**DENSE, **verdicts}, **about)
+
+
 MODELS = [
-    Model(
+    model(
         "vit",
-        lambda: of(
-            lambda rngs: vit.ViTClassificationModel(
-                vit.ModelConfig((16, 16), (4, 4), 3, 32, 0.0, 0.0, 4, 64, 1e-6, 2, 10),
-                rngs=rngs,
-            ),
-            with_keys,
-            floats(2, 16, 16, 3),
-        ),
-        DENSE | HEADS | {"pos_embeddings/projection/kernel": "iiio|-"},
+        vit.ViTClassificationModel,
+        vit.ModelConfig((16, 16), (4, 4), 3, 32, 0.0, 0.0, 4, 64, 1e-6, 2, 10),
+        HEADS | {"pos_embeddings/projection/kernel": "iiio|-"},
+        call=with_keys,
+        args=(floats(2, 16, 16, 3),),
         attention=2,
     ),
-    Model(
+    model(
         "dinov3, gated",
-        lambda: of(
-            lambda rngs: dinov3.Dinov3ViTModel(
-                dinov3.ModelConfig(
-                    patch_size=(4, 4),
-                    hidden_size=32,
-                    intermediate_size=64,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    image_size=16,
-                    hidden_act="silu",
-                    use_gated_mlp=True,
-                ),
-                rngs=rngs,
-            ),
-            plain,
-            floats(2, 3, 16, 16),
+        dinov3.Dinov3ViTModel,
+        dinov3.ModelConfig(
+            patch_size=(4, 4),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            hidden_act="silu",
+            use_gated_mlp=True,
         ),
-        DENSE | {"embeddings/patch_embeddings/kernel": "iiio|-"},
+        {"embeddings/patch_embeddings/kernel": "iiio|-"},
+        args=(floats(2, 3, 16, 16),),
         attention=2,
         is_exact=False,  # it rotates in bfloat16, so that a clip is that exact
     ),
-    Model(
+    model(
         "convnext",
-        lambda: of(
-            lambda rngs: convnext.ConvNeXt(
-                convnext.ModelConfig((1, 2), (16, 32), 0.0, 10), rngs=rngs
-            ),
-            lambda model, x: model(x, rngs=jax.random.key(0)),
-            IMAGE,
-        ),
-        DENSE
-        | {
+        convnext.ConvNeXt,
+        convnext.ModelConfig((1, 2), (16, 32), 0.0, 10),
+        {
             "*dwconv/kernel": "-",
             "head/kernel": "-",
             "embedding_layer/layers/0/kernel": "iiio|-",
         },
+        call=lambda model, x: model(x, rngs=jax.random.key(0)),
     ),
-    Model(
+    model(
         "densenet121",
-        lambda: of(
-            lambda rngs: densenet.DenseNet(
-                densenet.ModelConfig(10, [2, 2], 8), rngs=rngs
-            ),
-            plain,
-            IMAGE,
-        ),
-        DENSE | {"init_conv/kernel": "iiio|-", "linear/kernel": "-"},
+        densenet.DenseNet,
+        densenet.ModelConfig(10, [2, 2], 8),
+        {"init_conv/kernel": "iiio|-", "linear/kernel": "-"},
     ),
-    Model(
+    model(
         "efficientnet",
-        lambda: of(
-            lambda rngs: efficientnet.EfficientNet(
-                efficientnet.ModelConfig.b0(10), rngs=rngs
-            ),
-            plain,
-            IMAGE,
-        ),
-        DENSE | {"*depthwise_conv/kernel": "-", "stem_conv/kernel": "iiio|-"},
+        efficientnet.EfficientNet,
+        efficientnet.ModelConfig.b0(10),
+        {"*depthwise_conv/kernel": "-", "stem_conv/kernel": "iiio|-"},
         tree="bonsai_efficientnet_b0",
     ),
-    Model(
+    model(
         "llada",
-        lambda: of(
-            llada_of,
-            lambda model, ids: model(ids, jnp.ones_like(ids), jax.random.key(0))[0],
-            IDS,
-        ),
-        DENSE | {"wte/*": "-", "ff_out/kernel": "-"},
+        llada.LLaDAModel,
+        llada_config(),
+        {"wte/*": "-", "ff_out/kernel": "-"},
+        call=lambda model, ids: model(ids, jnp.ones_like(ids), jax.random.key(0))[0],
+        args=(IDS,),
         attention=2,
     ),
-    Model(
+    model(
         "mamba2",
-        lambda: of(
-            lambda rngs: mamba2.Mamba2ForCausalLM(
-                mamba2.ModelConfig(
-                    vocab_size=99,
-                    hidden_size=32,
-                    state_size=16,
-                    head_dim=8,
-                    chunk_size=4,
-                    num_hidden_layers=2,
-                ),
-                rngs=rngs,
-            ),
-            lambda model, ids: model(ids)["logits"],
-            IDS,
+        mamba2.Mamba2ForCausalLM,
+        mamba2.ModelConfig(
+            vocab_size=99,
+            hidden_size=32,
+            state_size=16,
+            head_dim=8,
+            chunk_size=4,
+            num_hidden_layers=2,
         ),
-        DENSE | {"*/conv1d/*kernel": "-", "*/conv1d/conv/kernel": "-"},
+        {"*/conv1d/*kernel": "-", "*/conv1d/conv/kernel": "-"},
+        call=lambda model, ids: model(ids)["logits"],
+        args=(IDS,),
         tree="bonsai_mamba2",
     ),
-    Model(
+    model(
         "qwen3, with a cache",
-        lambda: of(lambda rngs: qwen3.Qwen3(QWEN, rngs=rngs), with_cache, IDS),
-        DENSE | {"*/[qkv]_proj/kernel": "ioo", "*/o_proj/kernel": "iio"},
+        qwen3.Qwen3,
+        QWEN,
+        {"*/[qkv]_proj/kernel": "ioo", "*/o_proj/kernel": "iio"},
+        call=with_cache,
+        args=(IDS,),
         attention=2,
         shares_gains=True,
         tree="bonsai_qwen3_0.6b",
     ),
-    Model(
+    model(
         "resnet",
-        lambda: of(
-            lambda rngs: resnet.ResNet(resnet.ModelConfig([1, 1, 1, 1], 10), rngs=rngs),
-            plain,
-            IMAGE,
-        ),
-        DENSE | {"stem/conv/kernel": "iiio|-", "fc/kernel": "-"},
+        resnet.ResNet,
+        resnet.ModelConfig([1, 1, 1, 1], 10),
+        {"stem/conv/kernel": "iiio|-", "fc/kernel": "-"},
     ),
-    Model(
+    model(
         "umt5",
-        lambda: of(
-            lambda rngs: umt5.UMT5Model(
-                umt5.ModelConfig(
-                    vocab_size=99,
-                    d_model=32,
-                    d_kv=8,
-                    d_ff=64,
-                    num_layers=2,
-                    num_heads=4,
-                    dropout_rate=0.0,
-                ),
-                rngs=rngs,
-            ),
-            lambda model, ids: model.lm_head(
-                model(input_ids=ids, decoder_input_ids=ids)
-            ),
-            IDS,
+        umt5.UMT5Model,
+        umt5.ModelConfig(
+            vocab_size=99,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
         ),
-        DENSE,
+        call=lambda model, ids: model.lm_head(
+            model(input_ids=ids, decoder_input_ids=ids)
+        ),
+        args=(IDS,),
         attention=6,
         is_exact=False,  # tables of relative positions
         tree="bonsai_umt5",
     ),
-    Model(
+    model(
         "unet",
-        lambda: of(
-            lambda rngs: unet.UNet(
-                unet.ModelConfig(3, 2, (8, 16, 32, 64, 128)), rngs=rngs
-            ),
-            plain,
-            IMAGE,
-        ),
-        DENSE | {"inc/conv1/kernel": "iiio|-", "outc/conv/kernel": "-"},
+        unet.UNet,
+        unet.ModelConfig(3, 2, (8, 16, 32, 64, 128)),
+        {"inc/conv1/kernel": "iiio|-", "outc/conv/kernel": "-"},
         tree="bonsai_unet",
     ),
-    Model(
+    model(
         "vae",
-        lambda: of(
-            lambda rngs: vae.VAE(vae.ModelConfig((8, 16), 4, 4), rngs=rngs),
-            plain,
-            floats(2, 8, 8, 3),
-        ),
-        DENSE
-        | {"encoder/conv_in/kernel": "iiio|-", "decoder/conv_out/kernel": "-|iiio"},
+        vae.VAE,
+        vae.ModelConfig((8, 16), 4, 4),
+        {"encoder/conv_in/kernel": "iiio|-", "decoder/conv_out/kernel": "-|iiio"},
+        args=(floats(2, 8, 8, 3),),
         attention=2,
     ),
-    Model(
+    model(
         "vgg19",
-        lambda: of(
-            lambda rngs: vgg19.VGG(
-                vgg19.ModelConfig(10, [1, 1, 1, 1, 1], [8, 8, 16, 16, 16, 32]),
-                rngs=rngs,
-            ),
-            plain,
-            IMAGE,
-        ),
-        DENSE
-        | {
+        vgg19.VGG,
+        vgg19.ModelConfig(10, [1, 1, 1, 1, 1], [8, 8, 16, 16, 16, 32]),
+        {
             "conv_block0/conv_layers/0/kernel": "iiio|-",
             "classifier/layers/[01]/kernel": "iiio",
             "classifier/layers/3/kernel": "-",
         },
         tree="bonsai_vgg19",
     ),
-    Model(
+    model(
         "whisper",
-        lambda: of(whisper_of, transcribed, floats(2, 16, 10), IDS),
-        DENSE | HEADS,
+        whisper.Whisper,
+        whisper_config(),
+        HEADS,
+        call=transcribed,
+        args=(floats(2, 16, 10), IDS),
         attention=6,
     ),
 ]

@@ -44,9 +44,5 @@ MODELS = [
     Model("PPO, policy", lambda: of(of_ppo().policy_network), VERDICTS),
     Model("PPO, value", lambda: of(of_ppo().value_network), VERDICTS),
     Model("SAC, policy", lambda: of(of_sac().policy_network), VERDICTS),
-    Model(
-        "SAC, two critics",
-        lambda: of(of_sac().q_network, floats(2, 3)),
-        VERDICTS,
-    ),
+    Model("SAC, two critics", lambda: of(of_sac().q_network, floats(2, 3)), VERDICTS),
 ]

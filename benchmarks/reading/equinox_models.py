@@ -3,6 +3,7 @@
 Equinox keeps (outputs, inputs, window).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,19 @@ DENSE = {"*": "-", "*weight": "oi*", "*weight_??": "oi", "*norm*/weight": "-"}
 DENSE |= {"*embed*/weight": "-", "*head/weight": "-"}
 
 
-def of(make: Callable[[Any], Any], *args: Any) -> Built:
-    """The loss is over a batch, one example at a time."""
+def of(
+    make: Callable[[Any], Any],
+    *args: Any,
+    pick: Callable[[Any], jax.Array] = lambda out: out,
+    **options: Any,
+) -> Built:
+    """The loss of what `pick` takes is over a batch, one example at a time."""
     net = eqx.filter_eval_shape(make, KEY)
     params, static = eqx.partition(net, lambda x: hasattr(x, "shape"))
 
     def loss(params: Any, *args: Any) -> jax.Array:
-        return cross_entropy(jax.vmap(eqx.combine(params, static))(*args))
+        model = functools.partial(eqx.combine(params, static), **options)
+        return cross_entropy(pick(jax.vmap(model)(*args)))
 
     return Built(loss, params, args)
 

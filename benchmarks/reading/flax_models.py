@@ -1,5 +1,6 @@
 """Flax's own layers, Linen and NNX, as its examples put them together."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .models import Built, cross_entropy, floats, Model, tokens
+from .models import Built, cross_entropy, floats, losses, Model, tokens
 
 
 LIBRARIES = ("flax",)
@@ -145,16 +146,20 @@ class ActorCritic(nn.Module):
         return logits + nn.Dense(1, name="value")(x)
 
 
-def of_nnx(make: Any, *args: Any) -> Built:
-    net = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    graph, params, rest = nnx.split(net, nnx.Param, ...)
-    rest = nnx.state(make(nnx.Rngs(0)), nnx.Not(nnx.Param))
+def of_nnx(
+    make: Callable[[nnx.Rngs], Any], call: Callable[..., Any], *args: Any
+) -> Built:
+    """`call(model, *args)` runs a copy of it, which may write to its state."""
+    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
-        # A copy: a layer may write to its statistics, in a trace of its own.
-        return cross_entropy(nnx.merge(graph, params, rest, copy=True)(*args))
+        return losses(call(nnx.merge(graph, params, rest, copy=True), *args))
 
     return Built(loss, params, (rest, *args))
+
+
+def plain(model: Any, *args: Any) -> Any:
+    return model(*args)
 
 
 class Gated(nnx.Module):
@@ -249,14 +254,14 @@ MODELS = [
     ),
     Model(
         "NNX, attention, dropout, LoRA",
-        lambda: of_nnx(Gated, LONG),
+        lambda: of_nnx(Gated, plain, LONG),
         ATTENTION
         | {"*/lora/lora_a": "io|-", "*/lora/lora_b": "io|-", "*/lora_?": "io|-"},
         attention=1,
     ),
     Model(
         "NNX, scanned layers",
-        lambda: of_nnx(Stacked, LONG),
+        lambda: of_nnx(Stacked, plain, LONG),
         ATTENTION | {k: f"s{v}" for k, v in HEADS.items()},
         attention=1,
     ),

@@ -26,6 +26,8 @@ from jaxnn.models.resnet import BasicBlock, ResNet
 from jaxnn.models.vision_transformer import VisionTransformer
 from memax.equinox.train_utils import get_residual_memory_model
 
+from .equinox_models import of as of_equinox
+from .flax_models import of_nnx
 from .models import Built, cross_entropy, floats, Model, tokens
 
 
@@ -36,15 +38,10 @@ IMAGE = floats(2, 16, 16, 3)
 
 
 def protein_of(**options: Any) -> Built:
-    net = eqx.filter_eval_shape(
-        lambda key: esm2quinox.ESM2(2, 32, 4, key=key, **options), KEY
-    )
-    params, static = eqx.partition(net, lambda x: hasattr(x, "shape"))
+    def make(key: Any) -> Any:
+        return esm2quinox.ESM2(2, 32, 4, key=key, **options)
 
-    def loss(params: Any, ids: Any) -> jax.Array:
-        return cross_entropy(jax.vmap(eqx.combine(params, static))(ids).logits)
-
-    return Built(loss, params, (tokens(2, 8, words=29),))
+    return of_equinox(make, tokens(2, 8, words=29), pick=lambda out: out.logits)
 
 
 def memory_of(name: str) -> Built:
@@ -73,14 +70,11 @@ def diffusion_of(net: nn.Module) -> Built:
 
 def picture_of(make: Callable[[nnx.Rngs], Any], **options: Any) -> Built:
     """jaxnn's checks of sizes need a function around them before they are jitted."""
-    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
 
-    def loss(params: Any, rest: Any, x: Any) -> jax.Array:
-        model = nnx.merge(graph, params, rest, copy=True)
-        _, logits = checkify.checkify(lambda x: model(x, **options))(x)
-        return cross_entropy(logits)
+    def checked(model: Any, x: Any) -> Any:
+        return checkify.checkify(lambda x: model(x, **options))(x)[1]
 
-    return Built(loss, params, (rest, IMAGE))
+    return of_nnx(make, checked, IMAGE)
 
 
 def vit(**options: Any) -> Built:
@@ -129,31 +123,17 @@ def memory(name: str, verdicts: Any = MEMORY, **options: Any) -> Model:
 
 MODELS = [
     Model(
-        "esm2quinox, ESM2",
-        lambda: protein_of(token_dropout=True),
-        PROTEIN,
-        attention=1,
+        "esm2quinox, ESM2", lambda: protein_of(token_dropout=True), PROTEIN, attention=1
     ),
     memory("Attention", attention=2),
     memory("Attention-RoPE", attention=2),
     memory("Attention-ALiBi", attention=2, is_exact=False),
-    memory("Stack"),
-    memory("NMax"),
-    memory("FART"),
-    memory("FWP"),
+    *(memory(name) for name in ("Stack", "NMax", "FART", "FWP")),
     memory("DeltaNet", MEMORY | ONE_GATE),
     memory("DeltaProduct"),
     memory("GDN", MEMORY | ONE_GATE),
-    memory("FFM"),
-    memory("S6"),
-    memory("PSpherical"),
-    memory("LRU"),
-    memory("LinearRNN"),
-    memory("GRU"),
-    memory("Elman"),
-    memory("Spherical"),
-    memory("MGU"),
-    memory("LSTM"),
+    *(memory(name) for name in ("FFM", "S6", "PSpherical", "LRU", "LinearRNN")),
+    *(memory(name) for name in ("GRU", "Elman", "Spherical", "MGU", "LSTM")),
     Model("FlaxDiff, Unet", unet, FLAX, attention=5),
     Model("FlaxDiff, UViT", lambda: diffusion_of(UViT(**DIT)), FLAX, attention=3),
     Model("FlaxDiff, DiT", lambda: diffusion_of(SimpleDiT(**DIT)), FLAX, attention=2),
@@ -175,10 +155,7 @@ MODELS = [
         shares_gains=True,
     ),
     Model(
-        "jaxnn, ViT, latent pooling",
-        lambda: vit(global_pool="map"),
-        FLAX,
-        attention=3,
+        "jaxnn, ViT, latent pooling", lambda: vit(global_pool="map"), FLAX, attention=3
     ),
     # Two softmaxes a layer, of which one is subtracted.
     Model(

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,27 +41,27 @@ def build(name: str, config: Any, args: tuple[Any, ...], only_logits: bool) -> B
     return Built(loss, params, args)
 
 
+IDS = (tokens(2, 8),)
+
+
 def model(
     name: str,
-    config: str,
     options: Mapping[str, Any],
-    args: tuple[Any, ...],
-    verdicts: Mapping[str, str],
+    verdicts: Mapping[str, str] = DENSE | HEAD,
+    args: tuple[Any, ...] = IDS,
+    *,
     label: str | None = None,
     only_logits: bool = True,
+    attention: int = 2,
+    tree: str | None = None,
     **about: Any,
 ) -> Model:
-    made = functools.partial(
-        build,
-        name,
-        getattr(transformers, f"{config}Config")(**options),
-        args,
-        only_logits,
-    )
-    return Model(label or name, made, verdicts, **about)
-
-
-IDS = (tokens(2, 8),)
+    """`name` begins with that of the configuration, of which `options` are."""
+    kind = re.split("For(?=[A-Z])|LMHead|MTModel|Model", name)[0]
+    config = getattr(transformers, f"{kind}Config")(**options)
+    made = functools.partial(build, name, config, args, only_logits)
+    tree = tree and f"huggingface-flax_{tree}"
+    return Model(label or name, made, verdicts, attention, tree=tree, **about)
 
 
 def encoders() -> list[Model]:
@@ -73,252 +74,126 @@ def encoders() -> list[Model]:
         "cls/seq_relationship/kernel": "-",
         "cls/predictions/decoder/kernel": "-",
     }
+    # One number says whether a word was replaced.
+    replaced = {"discriminator_predictions/dense_prediction/kernel": "-"}
+    albert = {
+        "sop_classifier/classifier/kernel": "-",
+        "predictions/decoder/kernel": "-",
+        "classifier/kernel": "-",
+    }
+    both = ("PreTraining", "SequenceClassification")
+    of_bert = (*both, "QuestionAnswering", "MultipleChoice")
+    distilled = dict(dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=99)
     kinds: list[tuple[str, dict[str, Any], dict[str, str], tuple[str, ...]]] = [
-        ("Bert", TEXT, pooled | of_pairs, ("PreTraining", "Sequence", "QA", "Choice")),
-        ("Roberta", TEXT, deep, ("Sequence",)),
-        ("XLMRoberta", TEXT, deep, ("QA",)),
-        ("RobertaPreLayerNorm", TEXT, deep, ("Sequence",)),
-        (
-            "Electra",
-            narrow,
-            # One number says whether a word was replaced.
-            deep | {"discriminator_predictions/dense_prediction/kernel": "-"},
-            ("PreTraining", "Sequence"),
-        ),
-        (
-            "Albert",
-            narrow,
-            {
-                "sop_classifier/classifier/kernel": "-",
-                "predictions/decoder/kernel": "-",
-                "classifier/kernel": "-",
-            },
-            ("PreTraining", "Sequence"),
-        ),
+        ("Bert", TEXT, pooled | of_pairs, of_bert),
+        ("Roberta", TEXT, deep, both[1:]),
+        ("XLMRoberta", TEXT, deep, ("QuestionAnswering",)),
+        ("RobertaPreLayerNorm", TEXT, deep, both[1:]),
+        ("Electra", narrow, deep | replaced, both),
+        ("Albert", narrow, albert, both),
         ("BigBird", TEXT | {"attention_type": "original_full"}, deep | of_pairs, ()),
-        ("RoFormer", narrow, deep, ("Sequence",)),
+        ("RoFormer", narrow, deep, both[1:]),
+        ("DistilBert", distilled, {"classifier/kernel": "-"}, both[1:]),
     ]
     trees = {
-        "BertForMaskedLM": "huggingface-flax_flaxbertmlm",
-        "BertForPreTraining": "huggingface-flax_flaxbertpretrain",
-        "BertForSequenceClassification": "huggingface-flax_flaxbertseqcls",
-        "RobertaForMaskedLM": "huggingface-flax_flaxrobertamlm",
-        "BigBirdForMaskedLM": "huggingface-flax_flaxbigbird",
+        "BertForMaskedLM": "flaxbertmlm",
+        "BertForPreTraining": "flaxbertpretrain",
+        "BertForSequenceClassification": "flaxbertseqcls",
+        "RobertaForMaskedLM": "flaxrobertamlm",
+        "BigBirdForMaskedLM": "flaxbigbird",
     }
-    tasks = {
-        "PreTraining": "ForPreTraining",
-        "Sequence": "ForSequenceClassification",
-        "QA": "ForQuestionAnswering",
-        "Choice": "ForMultipleChoice",
-    }
-    models = []
-    for kind, options, heads, others in kinds:
-        for task in ("ForMaskedLM", *(tasks[other] for other in others)):
-            name = f"{kind}{task}"
-            shared = kind == "Albert"  # one layer's weights, applied again and again
-            models.append(
-                model(
-                    name,
-                    kind,
-                    options,
-                    (tokens(2, 3, 8),) if "Choice" in task else IDS,
-                    DENSE | heads,
-                    tree=trees.get(name),
-                    attention=1 if shared else 2,
-                    is_exact=not shared,
-                    only_logits=task != "ForPreTraining",
-                )
-            )
     sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2}
-    models.append(
+    return [
+        *(
+            model(
+                f"{kind}For{task}",
+                options,
+                DENSE | heads,
+                (tokens(2, 3, 8),) if task == "MultipleChoice" else IDS,
+                only_logits=task != "PreTraining",
+                tree=trees.get(f"{kind}For{task}"),
+                # One layer's weights, applied again and again.
+                attention=1 if kind == "Albert" else 2,
+                is_exact=kind != "Albert",
+            )
+            for kind, options, heads, tasks in kinds
+            for task in ("MaskedLM", *tasks)
+        ),
         model(
             "BigBirdForMaskedLM",
-            "BigBird",
             TEXT | sparse,
-            (tokens(2, 64),),
             DENSE,
+            (tokens(2, 64),),
             label="BigBirdForMaskedLM, block-sparse",
             tree=trees["BigBirdForMaskedLM"],
-            attention=2,
-        )
-    )
-    distilled = dict(dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=99)
-    for task in ("MaskedLM", "SequenceClassification"):
-        models.append(
-            model(
-                f"DistilBertFor{task}",
-                "DistilBert",
-                distilled,
-                IDS,
-                DENSE | {"classifier/kernel": "-"},
-                attention=2,
-            )
-        )
-    return models
+        ),
+    ]
 
 
 def decoders() -> list[Model]:
     gpt = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16)
-    kind = ["global", "local"]
-    neo = dict(
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=99,
-        attention_types=[[kind, 1]],
-        max_position_embeddings=16,
-        window_size=4,
-    )
+    neo = dict(hidden_size=32, num_layers=2, num_heads=4, vocab_size=99, window_size=4)
+    neo |= dict(attention_types=[[["global", "local"], 1]], max_position_embeddings=16)
     groups = TEXT | {"num_key_value_heads": 2}
+    gemma = groups | {"head_dim": 8, "num_key_value_heads": 1}
+    bloom = dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=99)
     opt = dict(ffn_dim=64, max_position_embeddings=16, word_embed_proj_dim=32)
     opt |= {k: TEXT[k] for k in TEXT if k != "intermediate_size"}
     xglm = dict(d_model=32, num_layers=2, attention_heads=4, ffn_dim=64, vocab_size=99)
+    xglm |= {"max_position_embeddings": 16}
     return [
-        model(
-            "GPT2LMHeadModel",
-            "GPT2",
-            gpt,
-            IDS,
-            TURNED,
-            tree="huggingface-flax_flaxgpt2lmhead",
-            attention=2,
-        ),
-        model(
-            "GPTNeoForCausalLM",
-            "GPTNeo",
-            neo,
-            IDS,
-            DENSE | HEAD,
-            tree="huggingface-flax_flaxgptneo",
-            attention=2,
-        ),
-        model(
-            "GPTJForCausalLM",
-            "GPTJ",
-            gpt | {"rotary_dim": 4},
-            IDS,
-            DENSE | HEAD,
-            attention=2,
-        ),
-        model(
-            "LlamaForCausalLM",
-            "Llama",
-            groups,
-            IDS,
-            DENSE | HEAD,
-            tree="huggingface-flax_flaxllama",
-            attention=2,
-        ),
-        model(
-            "GemmaForCausalLM",
-            "Gemma",
-            groups | {"head_dim": 8, "num_key_value_heads": 1},
-            IDS,
-            DENSE | HEAD,
-            attention=2,
-        ),
-        model("MistralForCausalLM", "Mistral", groups, IDS, DENSE | HEAD, attention=2),
-        model(
-            "BloomForCausalLM",
-            "Bloom",
-            dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
-            IDS,
-            DENSE,
-            tree="huggingface-flax_flaxbloom",
-            attention=2,
-            is_exact=False,  # ALiBi
-        ),
-        model("OPTForCausalLM", "OPT", opt, IDS, DENSE | HEAD, attention=2),
-        model(
-            "XGLMForCausalLM",
-            "XGLM",
-            xglm | {"max_position_embeddings": 16},
-            IDS,
-            DENSE | HEAD,
-            tree="huggingface-flax_flaxxglm",
-            attention=2,
-        ),
+        model("GPT2LMHeadModel", gpt, TURNED, tree="flaxgpt2lmhead"),
+        model("GPTNeoForCausalLM", neo, tree="flaxgptneo"),
+        model("GPTJForCausalLM", gpt | {"rotary_dim": 4}),
+        model("LlamaForCausalLM", groups, tree="flaxllama"),
+        model("GemmaForCausalLM", gemma),
+        model("MistralForCausalLM", groups),
+        # ALiBi
+        model("BloomForCausalLM", bloom, DENSE, tree="flaxbloom", is_exact=False),
+        model("OPTForCausalLM", opt),
+        model("XGLMForCausalLM", xglm, tree="flaxxglm"),
     ]
 
 
 def pairs() -> list[Model]:
     """Encoder and decoder: two layers of attention in each, and two across."""
     both = (*IDS, None, *IDS)
-    sizes: dict[str, Any] = dict(d_model=32, vocab_size=99, max_position_embeddings=16)
+    sizes: dict[str, Any] = dict(d_model=32, vocab_size=99)
     for side in ("encoder", "decoder"):
         sizes |= {
             f"{side}_layers": 2,
             f"{side}_attention_heads": 4,
             f"{side}_ffn_dim": 64,
         }
-    generation = "ForConditionalGeneration"
-    models = [
-        model(
-            f"{kind}MTModel" if kind == "Marian" else f"{kind}{generation}",
-            kind,
-            sizes | ({"pad_token_id": 1} if kind == "Marian" else {}),
-            both,
-            DENSE | HEAD,
-            tree="huggingface-flax_flaxbart" if kind == "Bart" else None,
-            attention=6,
-        )
-        for kind in (
-            "Bart",
-            "MBart",
-            "Pegasus",
-            "Marian",
-            "Blenderbot",
-            "BlenderbotSmall",
-        )
-    ]
-    models.append(
-        model(
-            "BartForQuestionAnswering",
-            "Bart",
-            sizes,
-            IDS,
-            DENSE | {"qa_outputs/kernel": "-"},
-            attention=6,
-        )
-    )
+    whisper = sizes | dict(num_mel_bins=10, max_source_positions=8, pad_token_id=1)
+    whisper |= {"max_target_positions": 16}
+    sizes |= {"max_position_embeddings": 16}
+    marian = sizes | {"pad_token_id": 1}
     t5 = dict(d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, vocab_size=99)
-    for kind, options, tree in (
-        ("T5", {}, "huggingface-flax_flaxt5"),
-        ("MT5", {"feed_forward_proj": "gated-gelu"}, None),
-        ("LongT5", {"local_radius": 3}, "huggingface-flax_flaxlongt5"),
-        (
-            "LongT5",
-            {"global_block_size": 4, "encoder_attention_type": "transient-global"},
-            None,
-        ),
-    ):
-        models.append(
-            model(
-                f"{kind}{generation}",
-                kind,
-                t5 | options,
-                both,
-                DENSE | HEAD,
-                label=f"{kind}{generation}" + (", global" if len(options) > 1 else ""),
-                tree=tree,
-                attention=6,
-                is_exact=False,  # tables of relative positions
-            )
-        )
-    whisper = {k: v for k, v in sizes.items() if k != "max_position_embeddings"}
-    whisper |= dict(num_mel_bins=10, max_source_positions=8, max_target_positions=16)
-    models.append(
-        model(
+    remote = {"global_block_size": 4, "encoder_attention_type": "transient-global"}
+    of = functools.partial(model, attention=6)
+    # Tables of relative positions.
+    tabled = functools.partial(of, args=both, is_exact=False)
+    generation = "ForConditionalGeneration"
+    return [
+        of(f"Bart{generation}", sizes, args=both, tree="flaxbart"),
+        of(f"MBart{generation}", sizes, args=both),
+        of(f"Pegasus{generation}", sizes, args=both),
+        of("MarianMTModel", marian, args=both),
+        of(f"Blenderbot{generation}", sizes, args=both),
+        of(f"BlenderbotSmall{generation}", sizes, args=both),
+        of("BartForQuestionAnswering", sizes, DENSE | {"qa_outputs/kernel": "-"}),
+        tabled(f"T5{generation}", t5, tree="flaxt5"),
+        tabled(f"MT5{generation}", t5 | {"feed_forward_proj": "gated-gelu"}),
+        tabled(f"LongT5{generation}", t5 | {"local_radius": 3}, tree="flaxlongt5"),
+        tabled(f"LongT5{generation}", t5 | remote, label=f"LongT5{generation}, global"),
+        of(
             f"Whisper{generation}",
-            "Whisper",
-            whisper | {"pad_token_id": 1},
-            (floats(2, 10, 16), *IDS),
-            DENSE | HEAD,
-            tree="huggingface-flax_flaxwhisper",
-            attention=6,
-        )
-    )
-    return models
+            whisper,
+            args=(floats(2, 10, 16), *IDS),
+            tree="flaxwhisper",
+        ),
+    ]
 
 
 def others() -> list[Model]:
@@ -344,75 +219,41 @@ def others() -> list[Model]:
     convolutional = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
     task = "ForImageClassification"
     text = TEXT | {"max_position_embeddings": 16}
+    clip = dict(text_config=text, vision_config=sizes, projection_dim=16)
+    # The last features of image and text may count as heads.
+    projected = seen | {"*_projection/kernel": "io|-"}
+    sound = TEXT | dict(
+        conv_dim=(8, 8),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_feat_extract_layers=2,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+    )
+    heard = {
+        "*/conv_layers/0/conv/kernel": "i*o|-",
+        # Normalized, times a gain; (outputs, inputs, window).
+        "*/pos_conv_embed/conv/weight_v": "oii|-",
+    }
+    of = functools.partial(model, verdicts=seen, args=pixels)
     return [
-        model(
-            f"ViT{task}",
-            "ViT",
-            sizes,
-            pixels,
-            seen,
-            tree="huggingface-flax_flaxvit",
-            attention=2,
-        ),
-        model(
-            f"Beit{task}",
-            "Beit",
-            sizes | {"use_relative_position_bias": True},
-            pixels,
-            seen,
-            attention=2,
-            is_exact=False,  # tables of relative positions
-        ),
-        model(f"Dinov2{task}", "Dinov2", dino, pixels, seen, attention=2),
-        model(
-            f"ResNet{task}",
-            "ResNet",
-            convolutional,
-            pixels,
-            seen,
-            tree="huggingface-flax_flaxresnet",
-        ),
-        model(
-            f"RegNet{task}",
-            "RegNet",
-            convolutional | {"groups_width": 4},
-            pixels,
-            seen,
-        ),
+        of(f"ViT{task}", sizes, tree="flaxvit"),
+        # Tables of relative positions.
+        of(f"Beit{task}", sizes | {"use_relative_position_bias": True}, is_exact=False),
+        of(f"Dinov2{task}", dino),
+        of(f"ResNet{task}", convolutional, attention=0, tree="flaxresnet"),
+        of(f"RegNet{task}", convolutional | {"groups_width": 4}, attention=0),
         model(
             "CLIPModel",
-            "CLIP",
-            dict(text_config=text, vision_config=sizes, projection_dim=16),
+            clip,
+            projected,
             (*IDS, *pixels),
-            # The last features of image and text may count as heads.
-            seen | {"*_projection/kernel": "io|-"},
             attention=4,
             only_logits=False,
         ),
-        model(
-            "Wav2Vec2ForCTC",
-            "Wav2Vec2",
-            TEXT
-            | dict(
-                conv_dim=(8, 8),
-                conv_stride=(5, 2),
-                conv_kernel=(10, 3),
-                num_conv_pos_embeddings=4,
-                num_conv_pos_embedding_groups=2,
-                num_feat_extract_layers=2,
-                feat_extract_norm="layer",
-                do_stable_layer_norm=True,
-            ),
-            (floats(2, 400),),
-            DENSE
-            | HEAD
-            | {
-                "*/conv_layers/0/conv/kernel": "i*o|-",
-                # Normalized, times a gain; (outputs, inputs, window).
-                "*/pos_conv_embed/conv/weight_v": "oii|-",
-            },
-            attention=2,
-        ),
+        model("Wav2Vec2ForCTC", sound, DENSE | HEAD | heard, (floats(2, 400),)),
     ]
 
 

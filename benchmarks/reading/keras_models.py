@@ -6,7 +6,7 @@ Parameters are a dictionary by the paths that Keras gives its variables.
 # pyright: reportMissingImports=false
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -36,7 +36,7 @@ DENSE = {
 HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
 HEADS |= {"*/attention_output/kernel": "iio"}
 #: Those that read pixels.
-PIXELS = dict.fromkeys(
+PIXELS: dict[str, str] = dict.fromkeys(
     ("Conv1/kernel", "conv/kernel", "conv1_conv/kernel", "*stem_conv/kernel"), "iiio|-"
 )
 
@@ -103,9 +103,14 @@ def separable() -> keras.Model:
     return keras.Model(pixels, layers.Dense(5, name="head")(x))
 
 
-def application(name: str, **options: Any) -> Callable[[], keras.Model]:
-    make = getattr(keras.applications, name)
-    return lambda: make(weights=None, classes=10, input_shape=(32, 32, 3), **options)
+def application(
+    name: str, verdicts: Mapping[str, str] = PIXELS, **options: Any
+) -> Model:
+    def make() -> keras.Model:
+        small: dict[str, Any] = dict(weights=None, classes=10, input_shape=(32, 32, 3))
+        return getattr(keras.applications, name)(**small, **options)
+
+    return Model(f"applications.{name}", lambda: of(make, IMAGE), {**DENSE, **verdicts})
 
 
 IMAGE = floats(2, 32, 32, 3)
@@ -130,39 +135,17 @@ MODELS = [
         # A transposed convolution keeps (height, width, outputs, inputs).
         DENSE | PIXELS | {"*depthwise_kernel": "-", "up/kernel": "iioi"},
     ),
-    Model(
-        "applications.MobileNetV2",
-        lambda: of(application("MobileNetV2", alpha=0.35), IMAGE),
-        DENSE | PIXELS,
-    ),
-    Model(
-        "applications.MobileNetV3Small",
-        lambda: of(application("MobileNetV3Small", alpha=0.75), IMAGE),
-        DENSE | PIXELS | {"logits/kernel": "-"},
-    ),
-    Model(
-        "applications.ConvNeXtTiny",
-        lambda: of(application("ConvNeXtTiny"), IMAGE),
-        DENSE
-        | {
+    application("MobileNetV2", alpha=0.35),
+    application("MobileNetV3Small", PIXELS | {"logits/kernel": "-"}, alpha=0.75),
+    application(
+        "ConvNeXtTiny",
+        {
             "*depthwise_conv/kernel": "-",
             "*stem*/kernel": "iiio|-",
             "*head_dense/kernel": "-",
         },
     ),
-    Model(
-        "applications.ResNet50V2",
-        lambda: of(application("ResNet50V2"), IMAGE),
-        DENSE | PIXELS,
-    ),
-    Model(
-        "applications.EfficientNetB0",
-        lambda: of(application("EfficientNetB0"), IMAGE),
-        DENSE | PIXELS,
-    ),
-    Model(
-        "applications.DenseNet121",
-        lambda: of(application("DenseNet121"), IMAGE),
-        DENSE | PIXELS,
-    ),
+    application("ResNet50V2"),
+    application("EfficientNetB0"),
+    application("DenseNet121"),
 ]

@@ -8,7 +8,6 @@ from typing import Any
 
 import diffusers.models.unets.unet_2d_condition_flax as diffusion
 import equimo.models as equimo
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from penzai import pz
 from penzai.models.transformer.variants import gpt_neox
 from penzai.models.transformer.variants import llamalike_common as llamalike
 
+from .equinox_models import of as of_equinox
 from .models import Built, cross_entropy, floats, Model, tokens
 
 
@@ -75,14 +75,7 @@ def neox(**options: Any) -> Any:
 
 
 def of_equimo(make: Callable[[Any], Any], size: int = 32) -> Built:
-    net = eqx.filter_eval_shape(make, KEY)
-    params, static = eqx.partition(net, lambda x: hasattr(x, "shape"))
-
-    def loss(params: Any, x: Any) -> jax.Array:
-        model = eqx.combine(params, static)
-        return cross_entropy(jax.vmap(lambda x: model(x, key=KEY, inference=True))(x))
-
-    return Built(loss, params, (floats(2, 3, size, size),))
+    return of_equinox(make, floats(2, 3, size, size), key=KEY, inference=True)
 
 
 def unet() -> Built:

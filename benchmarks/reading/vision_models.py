@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 from big_vision.models import bit, mlp_mixer, vit
 
+from .flax_models import HEADS
 from .models import Built, cross_entropy, floats, Model
 
 
@@ -20,8 +21,6 @@ LIBRARIES = ("big_vision 0127fb6", "flax")
 
 DENSE = {"*": "-", "*/kernel": "i*o", "head/kernel": "-"}
 PATCHES = {"embedding/kernel": "iiio|-", "stem/kernel": "iiio|-"}
-HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
-HEADS |= {"*/out/kernel": "iio"}
 #: One scan runs the blocks, of which Flax stacks the leaves.
 STACK = {f"Transformer/encoderblock/{k}": f"s{v}" for k, v in HEADS.items()}
 STACK |= {"Transformer/encoderblock/*/Dense_?/kernel": "sio"}

@@ -1,13 +1,13 @@
 """What the benchmark that compiles for GPU counts in a program."""
 
 import gpu_program
-from gpu_chips import Chip
+from gpu_chips import Rates
 from gpu_program import exchanged_bytes, work_by_kind
 from hlo_program import parse
 
 
 #: One product a second, one byte a second.
-SLOW = Chip("slow", 9, 1, 1.0, 1, 1, 1, products=1.0, copies=1.0)
+SLOW = Rates(products=1.0, copies=1.0)
 
 GEMM = (
     'custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers":'

@@ -83,19 +83,6 @@ def test_how_often_each_device_runs_its_loops():
     ]
 
 
-def test_how_often_each_device_runs_its_loops_where_nobody_gives_shardings():
-    """Nine large matrices in order, and both small ones after the last of them."""
-    model = Model(
-        {"large": (9, 128, 2**17), "small": (2, 16, 32)},
-        {"large": P(None, "x"), "small": P(None, "x")},
-        {"x": 4},
-    )
-    assert loops_of_devices(model, "tpu", told=False) == [
-        {"stack0": 0, "stack1": 1},
-        {"stack0": 3, "stack1": 0},
-    ]
-
-
 def test_the_size_of_known_models():
     """Without norms and biases; Llama's without embeddings."""
     sizes = {

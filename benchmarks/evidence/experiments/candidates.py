@@ -1,14 +1,15 @@
 """Candidates of the field, each against the default alone: which of them pay."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pictures import panels
 from tables import Table
 
+from ..arms import train, Trained
 from ..candidates import GAINS
-from ..intervals import Interval, interval, paired
-from ..lab import Lab, losses, Result
+from ..intervals import Interval, interval
+from ..lab import Lab
 from ..plan import Plan
 from ..recipe import DEFAULT as ONE_RATE
 from ..recipe import HEADS, NEURONS, START
@@ -43,20 +44,6 @@ BASES = {
 }
 
 
-class Measured(NamedTuple):
-    """All arms on one text."""
-
-    best: dict[str, Run]
-    results: dict[str, list[Result]]
-
-    def losses(self, arm: str) -> list[float]:
-        return losses(self.results[arm])
-
-    def gained(self, arm: str) -> Interval:
-        """What a candidate adds to the loss of its base."""
-        return paired(self.losses(arm), self.losses(BASES[arm]))
-
-
 def experiment(lab: Lab, plan: Plan) -> Section:
     found = measured(lab, plan)
     draw(plan, found)
@@ -76,7 +63,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{SEEDS} seeds.",
         tables=[gain_table(found), loss_table(found)],
         parts={
-            f"{arm}: a lower loss": [m.gained(arm).high < 0 for m in found.values()]
+            f"{arm}: a lower loss": [gained(m, arm).high < 0 for m in found.values()]
             for arm in BASES
         },
         figure="candidates.png",
@@ -87,11 +74,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def measured(lab: Lab, plan: Plan) -> dict[str, Measured]:
-    return {corpus: measure(lab, plan, corpus) for corpus in plan.all_corpora}
+def measured(lab: Lab, plan: Plan) -> dict[str, Trained]:
+    best = {corpus: walk(lab, plan, corpus) for corpus in plan.all_corpora}
+    return train(lab, plan, best, SEEDS)
 
 
-def measure(lab: Lab, plan: Plan, corpus: str) -> Measured:
+def walk(lab: Lab, plan: Plan, corpus: str) -> dict[str, Run]:
     best: dict[str, Run] = {}
     for arm, changes in ARMS.items():
         if DEFAULT in best:
@@ -102,16 +90,17 @@ def measure(lab: Lab, plan: Plan, corpus: str) -> Measured:
         axes = ("learning_rate", "candidate") if arm == SAMUON else ("learning_rate",)
         grid = GRID | dict(candidate=list(GAINS))
         best[arm] = tuned(lab, start, plan.axes(axes), one_rate=True, grid=grid)
-    runs = {
-        arm: list(plan.over_seeds(run.but(evaluations=EVALUATIONS), SEEDS))
-        for arm, run in best.items()
-    }
-    return Measured(best, lab.gather(runs))
+    return {arm: run.but(evaluations=EVALUATIONS) for arm, run in best.items()}
 
 
-def gain_table(found: dict[str, Measured]) -> Table:
+def gained(trained: Trained, arm: str) -> Interval:
+    """What a candidate adds to the loss of its base."""
+    return trained.over(arm, BASES[arm])
+
+
+def gain_table(found: dict[str, Trained]) -> Table:
     entries = [
-        [arm, *(m.gained(arm).difference() for m in found.values()), pays(found, arm)]
+        [arm, *(gained(m, arm).difference() for m in found.values()), pays(found, arm)]
         for arm in BASES
     ]
     caption = "What each candidate adds to the loss of the default under the same "
@@ -119,11 +108,11 @@ def gain_table(found: dict[str, Measured]) -> Table:
     return Table(["", *found, "pays"], entries, caption)
 
 
-def pays(found: dict[str, Measured], arm: str) -> str:
-    return "yes" if all(m.gained(arm).high < 0 for m in found.values()) else "no"
+def pays(found: dict[str, Trained], arm: str) -> str:
+    return "yes" if all(gained(m, arm).high < 0 for m in found.values()) else "no"
 
 
-def loss_table(found: dict[str, Measured]) -> Table:
+def loss_table(found: dict[str, Trained]) -> Table:
     entries = [
         [
             corpus,
@@ -143,12 +132,9 @@ def gain(candidate: str) -> str:
     return candidate.split()[-1]
 
 
-def draw(plan: Plan, found: dict[str, Measured]) -> None:
+def draw(plan: Plan, found: dict[str, Trained]) -> None:
     """Curves of the mean loss above, and below what is left of them at the end."""
-    titles = [
-        *found,
-        *(f"{corpus}: over the default" for corpus in found),
-    ]
+    titles = [*found, *(f"{corpus}: over the default" for corpus in found)]
     with panels(plan.figures / "candidates.png", titles, rows=2) as axes:
         for one, measured in zip(axes, found.values(), strict=False):
             for arm, color in zip(ALONE, CYCLE, strict=False):
@@ -158,4 +144,4 @@ def draw(plan: Plan, found: dict[str, Measured]) -> None:
                 one.plot(steps, loss, color=color, label=arm, linewidth=1.2)
             one.set(xlabel="step", ylabel="nats per byte")
         for one, measured in zip(axes[len(found) :], found.values(), strict=True):
-            losses_over(one, {arm: measured.gained(arm) for arm in BASES})
+            losses_over(one, {arm: gained(measured, arm) for arm in BASES})

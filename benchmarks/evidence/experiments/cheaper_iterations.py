@@ -6,15 +6,16 @@ import numpy as np
 from pictures import panels
 from tables import Table
 
+from ..arms import train
 from ..intervals import Interval, interval, paired
 from ..iterations import BLOCKS, iteration_flop, step_flop
-from ..lab import Lab, losses
+from ..lab import Lab
 from ..plan import Plan
 from ..recipe import DEFAULT as ONE_RATE
 from ..recipe import HEADS, START
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import around_zero, CYCLE, rows
 from ..tuning import tuned
 from .choices import muon
 from .defaults import RISING
@@ -145,28 +146,18 @@ def said(differences: list[Interval]) -> str:
 
 def measured(lab: Lab, plan: Plan) -> dict[str, Measured]:
     best = {corpus: walk(lab, plan, corpus) for corpus in plan.all_corpora}
-    runs: dict[tuple[str, str | int], list[Run]] = {
-        (corpus, arm): list(plan.over_seeds(run, SEEDS))
-        for corpus, of in best.items()
-        for arm, run in of.items()
-    }
+    lengths = {}
     for corpus, of in best.items():
-        default = of[DEFAULT]
-        for share in LENGTHS:
-            run = default.but(steps=round(share * default.steps))
-            runs[corpus, run.steps] = list(plan.over_seeds(run, SEEDS))
-    ends = {key: losses(of) for key, of in lab.gather(runs).items()}
+        steps = [round(share * of[DEFAULT].steps) for share in LENGTHS]
+        lengths[corpus] = {n: of[DEFAULT].but(steps=n) for n in steps}
+    both = {corpus: best[corpus] | lengths[corpus] for corpus in best}
     return {
         corpus: Measured(
-            of,
-            {arm: ends[corpus, arm] for arm in of},
-            {
-                key: end
-                for (c, key), end in ends.items()
-                if c == corpus and isinstance(key, int)
-            },
+            best[corpus],
+            {arm: trained.losses(arm) for arm in best[corpus]},
+            {steps: trained.losses(steps) for steps in lengths[corpus]},
         )
-        for corpus, of in best.items()
+        for corpus, trained in train(lab, plan, both, SEEDS).items()
     }
 
 
@@ -176,9 +167,8 @@ def walk(lab: Lab, plan: Plan, corpus: str) -> dict[str, Run]:
         start = best.get(DEFAULT) or plan.run(
             corpus, **START[ONE_RATE] | MODEL | RISING | HEADS
         )
-        best[arm] = tuned(
-            lab, start.but(**ARMS[arm]), ("learning_rate",), one_rate=True
-        )
+        start = start.but(**ARMS[arm])
+        best[arm] = tuned(lab, start, ("learning_rate",), one_rate=True)
     return best
 
 
@@ -216,6 +206,5 @@ def draw(plan: Plan, found: dict[str, Measured]) -> None:
             work = {arm: m.at_equal_work(arm) or nowhere for arm in arms}
             rows(one, tokens, color=CYCLE[1], label="at equal tokens")
             rows(one, work, color=CYCLE[0], label="at equal arithmetic", shift=-0.25)
-            one.axvline(0, color="black", linewidth=0.8)
-            one.locator_params(axis="x", nbins=5)
+            around_zero(one)
             one.tick_params(labelleft=i % 2 == 0)  # the left one of two in a row

@@ -5,8 +5,9 @@ from typing import Any
 from pictures import panels
 from tables import Table
 
-from ..intervals import Interval, paired
-from ..lab import Lab, losses
+from ..arms import train
+from ..intervals import Interval
+from ..lab import Lab
 from ..plan import Plan
 from ..run import Run
 from ..section import Section
@@ -81,13 +82,16 @@ def experiment(lab: Lab, plan: Plan) -> Section:
 
 def compared(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
     """Each choice's loss over the default's, by corpus and choice."""
-    pairs = {
-        (corpus, name): pair(lab, plan, corpus, CHOICES[name])
-        for corpus in plan.corpora
-        for name in plan.some(list(CHOICES))
-    }
-    lab.results(run for both in pairs.values() for side in both for run in side)
-    return {key: difference(lab, *both) for key, both in pairs.items()}
+    sides: dict[tuple[str, str], dict[str, Run]] = {}
+    for corpus in plan.corpora:
+        best = tuned_pair(lab, plan, corpus).muon
+        for name in plan.some(list(CHOICES)):
+            # Its model's default.
+            default = best.but(model=CHOICES[name].get("model", best.model))
+            chosen = default.but(**CHOICES[name])
+            sides[corpus, name] = {"default": default, "chosen": chosen}
+    found = train(lab, plan, sides, SEEDS)
+    return {key: of.over("chosen", "default") for key, of in found.items()}
 
 
 def holds(differences: dict[tuple[str, str], Interval]) -> dict[tuple[str, str], bool]:
@@ -115,22 +119,6 @@ def failed(differences: dict[tuple[str, str], Interval]) -> str:
         f"{name} ({of})" for (of, name), held in holds(differences).items() if not held
     ]
     return f"Not so: {', '.join(names)}." if names else ""
-
-
-def pair(
-    lab: Lab, plan: Plan, corpus: str, choice: dict[str, Any]
-) -> tuple[list[Run], list[Run]]:
-    """Returns the runs with the choice and those with its model's default."""
-    best = tuned_pair(lab, plan, corpus).muon
-    default = best.but(model=choice.get("model", best.model))
-    chosen = default.but(**choice)
-    return list(plan.over_seeds(chosen, SEEDS)), list(plan.over_seeds(default, SEEDS))
-
-
-def difference(lab: Lab, chosen: list[Run], default: list[Run]) -> Interval:
-    """Interval of the difference of the final losses."""
-    both = lab.results(chosen), lab.results(default)
-    return paired(*(losses(side) for side in both))
 
 
 def table(plan: Plan, differences: dict[tuple[str, str], Interval]) -> Table:

@@ -6,18 +6,11 @@ from typing import Any, NamedTuple
 from pictures import panels
 from tables import Table
 
-from ..intervals import Interval, interval, paired
-from ..lab import Lab, losses
+from ..arms import train, Trained
+from ..intervals import Interval, interval
+from ..lab import Lab
 from ..plan import Plan
-from ..recipe import (
-    ADAMW,
-    ADAMW_BETA,
-    EVEN,
-    find_best,
-    HEADS,
-    Size,
-    START,
-)
+from ..recipe import ADAMW, ADAMW_BETA, EVEN, find_best, HEADS, Size, START
 from ..recipe import DEFAULT as ONE_RATE
 from ..run import Run
 from ..section import Section
@@ -62,13 +55,6 @@ MODELS = {
 }
 
 
-class Measured(NamedTuple):
-    """One model on one text."""
-
-    best: dict[str, Run]  # of AdamW and of each arm
-    losses: dict[str, list[float]]  # after all steps, seed by seed
-
-
 Key = tuple[str, str]  # corpus, size
 
 
@@ -95,17 +81,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
-    found: dict[Key, Measured] = {}
+def measured(lab: Lab, plan: Plan) -> dict[Key, Trained]:
+    """AdamW and each arm."""
+    best: dict[Key, dict[str, Run]] = {}
     before: dict[str, dict[str, Run]] = {}  # the settings found in the smaller model
     for size, model in MODELS.items():
         for corpus in plan.all_corpora:
-            best = walk(lab, plan, corpus, model, before.get(corpus, {}))
-            runs = {n: plan.over_seeds(run, SEEDS) for n, run in best.items()}
-            ends = {n: losses(of) for n, of in lab.gather(runs).items()}
-            found[corpus, size] = Measured(best, ends)
-            before[corpus] = best
-    return found
+            before[corpus] = walk(lab, plan, corpus, model, before.get(corpus, {}))
+            best[corpus, size] = before[corpus]
+    return train(lab, plan, best, SEEDS)
 
 
 def walk(
@@ -127,13 +111,12 @@ def walk(
     return best
 
 
-def gained(measured: Measured, part: str) -> Interval | None:
+def gained(m: Trained, part: str) -> Interval | None:
     """What a part adds to the loss, where both arms were trained."""
-    with_it, without = (measured.losses.get(arm) for arm in PARTS[part])
-    return None if with_it is None or without is None else paired(with_it, without)
+    return m.over(*PARTS[part]) if m.best.keys() >= {*PARTS[part]} else None
 
 
-def parts_of_claim(found: dict[Key, Measured]) -> dict[str, list[bool]]:
+def parts_of_claim(found: dict[Key, Trained]) -> dict[str, list[bool]]:
     differences = {
         part: [gained(measured, part) for measured in found.values()] for part in PARTS
     }
@@ -143,7 +126,7 @@ def parts_of_claim(found: dict[Key, Measured]) -> dict[str, list[bool]]:
     }
 
 
-def part_table(found: dict[Key, Measured]) -> Table:
+def part_table(found: dict[Key, Trained]) -> Table:
     entries = [
         [corpus, size, *(shown(gained(measured, part)) for part in PARTS)]
         for (corpus, size), measured in found.items()
@@ -158,14 +141,14 @@ def shown(difference: Interval | None) -> str:
     return "-" if difference is None else difference.difference()
 
 
-def loss_table(found: dict[Key, Measured]) -> Table:
+def loss_table(found: dict[Key, Trained]) -> Table:
     columns = ["corpus", "matrix parameters", "", "loss", "rate", "decay"]
     entries = [
         [
             corpus,
             size,
             arm,
-            interval(m.losses[arm]).show(),
+            interval(m.losses(arm)).show(),
             f"{run.learning_rate:.2g}",
             f"{run.weight_decay:g}",
         ]
@@ -175,7 +158,7 @@ def loss_table(found: dict[Key, Measured]) -> Table:
     return Table(columns, entries, "Losses in nats per byte after all steps.")
 
 
-def draw(plan: Plan, found: dict[Key, Measured]) -> None:
+def draw(plan: Plan, found: dict[Key, Trained]) -> None:
     means = {
         key: {
             part: difference

@@ -1,18 +1,19 @@
 """Which optimizer fine-tunes what which one trained: all weights, or adapters."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pictures import panels
 from tables import Table
 
-from ..intervals import Interval, interval, paired
-from ..lab import Lab, losses, Result
+from ..arms import train, Trained
+from ..intervals import Interval, interval
+from ..lab import Lab
 from ..plan import Plan
 from ..recipe import HEADS
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import around_zero, CYCLE, rows
 from ..texts import CHECK
 from ..tuning import AXES, tuned
 from .defaults import RISING
@@ -45,23 +46,14 @@ BASES = {MUON: ADAMW} | dict.fromkeys(list(ADAPTED)[1:], next(iter(ADAPTED)))
 Key = tuple[str, str]  # the text and the optimizer of the training before
 
 
-class Measured(NamedTuple):
-    """One trained model, fine-tuned by each arm."""
+def gained(m: Trained, arm: str) -> Interval:
+    """What the arm adds to the loss on the new text that AdamW's comes to."""
+    return m.over(arm, BASES[arm])
 
-    best: dict[str, Run]
-    results: dict[str, list[Result]]
 
-    def losses(self, arm: str) -> list[float]:
-        """On the new text."""
-        return losses(self.results[arm])
-
-    def gained(self, arm: str) -> Interval:
-        """What the arm adds to the loss on the new text that AdamW's comes to."""
-        return paired(self.losses(arm), self.losses(BASES[arm]))
-
-    def forgotten(self, arm: str) -> Interval:
-        """What fine-tuning adds to the loss on the old text."""
-        return interval([b - a for a, b in (r["forgotten"] for r in self.results[arm])])
+def forgotten(m: Trained, arm: str) -> Interval:
+    """What fine-tuning adds to the loss on the old text."""
+    return interval([b - a for a, b in (r["forgotten"] for r in m.results[arm])])
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
@@ -69,8 +61,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     draw(plan, found)
     after: dict[str, dict[str, Interval]] = {first: {} for first in TRAINED}
     for (corpus, first), m in found.items():
-        after[first][corpus] = m.gained(MUON)
-    forgotten = [m.forgotten(arm).mean for m in found.values() for arm in TUNED]
+        after[first][corpus] = gained(m, MUON)
+    rises = [forgotten(m, arm).mean for m in found.values() for arm in TUNED]
     return Section(
         title="Fine-tuning",
         claim="Moonlight (arXiv:2502.16982): fine-tuned by Muon, a model that Muon "
@@ -100,15 +92,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{said(after[MUON])} where MuonClip had. With adapters it is "
         f"{said(gains(found, list(ADAPTED)[1]))}, and with Muon on `b` alone "
         f"{said(gains(found, list(ADAPTED)[2]))}. The loss on the old text rises by "
-        f"{min(forgotten):.1f} to {max(forgotten):.1f} nats, with adapters by less.",
+        f"{min(rises):.1f} to {max(rises):.1f} nats, with adapters by less.",
         limits="Texts that share more than these: here fine-tuning is nearly training "
         "anew; instruction data, billions of parameters, rates that nobody tunes.",
     )
 
 
-def gains(found: Mapping[Key, Measured], arm: str) -> dict[str, Interval]:
+def gains(found: Mapping[Key, Trained], arm: str) -> dict[str, Interval]:
     """Of the models that each optimizer trained; of one text, see `texts`."""
-    return {f"{first}'s model": m.gained(arm) for (_, first), m in found.items()}
+    return {f"{first}'s model": gained(m, arm) for (_, first), m in found.items()}
 
 
 def said(differences: Mapping[str, Interval]) -> str:
@@ -124,22 +116,13 @@ def texts(plan: Plan) -> Sequence[str]:
     return plan.corpora[:1]
 
 
-def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
+def measured(lab: Lab, plan: Plan) -> dict[Key, Trained]:
     best = {
         (corpus, first): walk(lab, plan, corpus, first)
         for corpus in texts(plan)
         for first in TRAINED
     }
-    runs = {
-        (*key, arm): list(plan.over_seeds(run, SEEDS))
-        for key, of in best.items()
-        for arm, run in of.items()
-    }
-    results = lab.gather(runs)  # all of them together
-    return {
-        key: Measured(of, {arm: results[*key, arm] for arm in of})
-        for key, of in best.items()
-    }
+    return train(lab, plan, best, SEEDS)
 
 
 def walk(lab: Lab, plan: Plan, corpus: str, first: str) -> dict[str, Run]:
@@ -159,7 +142,7 @@ def walk(lab: Lab, plan: Plan, corpus: str, first: str) -> dict[str, Run]:
     }
 
 
-def table(found: Mapping[Key, Measured], arms: list[str]) -> Table:
+def table(found: Mapping[Key, Trained], arms: list[str]) -> Table:
     columns = ["trained on", "by", "fine-tuned", "loss", "over AdamW's"]
     columns += ["forgotten", "rate"]
     entries = [
@@ -167,8 +150,8 @@ def table(found: Mapping[Key, Measured], arms: list[str]) -> Table:
             *key,
             arm,
             interval(m.losses(arm)).show(),
-            m.gained(arm).difference() if arm in BASES else "-",
-            m.forgotten(arm).show("+.3f"),
+            gained(m, arm).difference() if arm in BASES else "-",
+            forgotten(m, arm).show("+.3f"),
             f"{m.best[arm].learning_rate:.2g}",
         ]
         for key, m in found.items()
@@ -178,7 +161,7 @@ def table(found: Mapping[Key, Measured], arms: list[str]) -> Table:
     return Table(columns, entries, caption)
 
 
-def draw(plan: Plan, found: Mapping[Key, Measured]) -> None:
+def draw(plan: Plan, found: Mapping[Key, Trained]) -> None:
     file, count = plan.figures / "fine_tuning.png", len(texts(plan))
     titles = [f"{c}, then {NEW}: loss over AdamW's" for c in texts(plan)]
     titles += [f"{c}, then {NEW}: forgotten" for c in texts(plan)]
@@ -188,9 +171,7 @@ def draw(plan: Plan, found: Mapping[Key, Measured]) -> None:
             style: dict[str, Any] = dict(
                 color=CYCLE[i], label=f"trained by {first}", shift=-0.25 * i
             )
-            rows(axes[place], {arm: m.gained(arm) for arm in BASES}, **style)
-            forgotten = {arm: m.forgotten(arm) for arm in m.best}
-            rows(axes[count + place], forgotten, **style)
+            rows(axes[place], {arm: gained(m, arm) for arm in BASES}, **style)
+            rows(axes[count + place], {x: forgotten(m, x) for x in m.best}, **style)
         for one in axes:
-            one.axvline(0, color="black", linewidth=0.8)
-            one.locator_params(axis="x", nbins=5)
+            around_zero(one)

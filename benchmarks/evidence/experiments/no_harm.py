@@ -1,16 +1,17 @@
 """Whether clipping costs loss where training would have gone well without it."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from pictures import panels
 from tables import Table
 
-from ..intervals import Interval, paired
-from ..lab import Lab, losses, Result
+from ..arms import train, Trained
+from ..intervals import Interval
+from ..lab import Lab, Result
 from ..plan import Plan
-from ..run import Run
 from ..section import Section
 from ..style import CYCLE
 from ..tuning import tuned_pair
@@ -18,8 +19,6 @@ from ..tuning import tuned_pair
 
 THRESHOLDS = (20.0, 10.0, 5.0)
 SEEDS, HARM = 8, 0.01
-
-Trained = dict[tuple[str, float], list[Result]]  # by corpus and threshold
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
@@ -29,7 +28,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     columns = ["corpus", "threshold", "largest logit without", "head-clips a run"]
     columns += ["loss difference", "95 % interval"]
     rows = [
-        row(corpus, threshold, arms, difference)
+        row(corpus, threshold, arms[corpus].results, difference)
         for (corpus, threshold), difference in differences.items()
     ]
     return Section(
@@ -54,22 +53,22 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def trained(lab: Lab, plan: Plan) -> Trained:
-    return lab.gather(
-        {
-            (corpus, threshold): runs(lab, plan, corpus, threshold)
-            for corpus in plan.corpora
-            for threshold in (math.inf, *THRESHOLDS)
-        }
-    )
+def trained(lab: Lab, plan: Plan) -> dict[str, Trained]:
+    """By corpus, and there by threshold."""
+    best = {corpus: tuned_pair(lab, plan, corpus).muon for corpus in plan.corpora}
+    arms = {
+        corpus: {x: run.but(threshold=x) for x in (math.inf, *THRESHOLDS)}
+        for corpus, run in best.items()
+    }
+    return train(lab, plan, arms, SEEDS)
 
 
-def compared(arms: Trained) -> dict[tuple[str, float], Interval]:
+def compared(arms: Mapping[str, Trained]) -> dict[tuple[str, float], Interval]:
     """What each threshold does to the loss."""
     return {
-        (corpus, threshold): paired(losses(results), losses(arms[corpus, math.inf]))
-        for (corpus, threshold), results in arms.items()
-        if threshold < math.inf
+        (corpus, threshold): of.over(threshold, math.inf)
+        for corpus, of in arms.items()
+        for threshold in THRESHOLDS
     }
 
 
@@ -80,22 +79,17 @@ def harmful(differences: dict[tuple[str, float], Interval]) -> str:
     return f"Too low: {', '.join(f'{threshold:g}' for threshold in found)}."
 
 
-def runs(lab: Lab, plan: Plan, corpus: str, threshold: float) -> list[Run]:
-    best = tuned_pair(lab, plan, corpus).muon
-    return list(plan.over_seeds(best.but(threshold=threshold), SEEDS))
-
-
 def row(
-    corpus: str, threshold: float, arms: Trained, difference: Interval
+    corpus: str, threshold: float, arms: Mapping[Any, list[Result]], change: Interval
 ) -> list[str]:
-    clipped, free = arms[corpus, threshold], arms[corpus, math.inf]
+    clipped, free = arms[threshold], arms[math.inf]
     return [
         corpus,
         f"{threshold:g}",
         f"{np.mean([r['peak'] for r in free]):.1f}",
         f"{np.mean([r['fired'] for r in clipped]):,.0f}",
-        f"{difference.mean:+.4f}",
-        difference.span(),
+        f"{change.mean:+.4f}",
+        change.span(),
     ]
 
 

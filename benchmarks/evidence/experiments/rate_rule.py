@@ -26,18 +26,9 @@ RULE = f"{FACTOR} times AdamW's rate, at most 0.03 ({MOST:g} on the grid)"
 # Settings of a model and its training, which a rate is tuned for.
 SETTING = ("corpus", "layers", "width", "batch", "steps", "schedule", "start", "rank")
 # All that Muon may differ in: other options have rates of their own.
-FREE = {
-    *SETTING,
-    "context",
-    "optimizer",
-    "heads",
-    "matrices",
-    "beta",
-    "beta_from",
-    "b2",
-    "evaluations",
-}
-FREE |= {"learning_rate", "adam_learning_rate", "weight_decay", "seed"}
+FREE = {*SETTING, "context", "optimizer", "heads", "matrices", "evaluations", "seed"}
+FREE |= {"beta", "beta_from", "b2"}
+FREE |= {"learning_rate", "adam_learning_rate", "weight_decay"}
 ARMS = {
     (0.95, None, "default"): "0.95",
     (0.95, None, "per_head"): "0.95, heads",

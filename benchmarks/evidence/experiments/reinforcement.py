@@ -1,13 +1,14 @@
 """Whether Muon trains policies: PPO on two environments, GRPO on brackets."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pictures import panels
 from tables import Table
 
+from ..arms import train, Trained
 from ..intervals import Interval, interval, paired
-from ..lab import Lab, losses, Result
+from ..lab import Lab
 from ..plan import Plan
 from ..run import Run
 from ..section import Section
@@ -19,13 +20,8 @@ from .rate_rule import RULE, rule
 SEEDS, TUNING_SEEDS = 10, (0, 1001, 1002)
 ADAMW, MUON, RULED, HIGH = "AdamW", "Muon", "Muon, the rule's rate", "high-pass"
 # Nothing decays; the rate falls to 0, as is usual for both algorithms.
-ALIKE: dict[str, Any] = dict(
-    weight_decay=0.0,
-    schedule="linear",
-    warm_up=0.0,
-    statistics=False,
-    corpus="prose",
-)
+ALIKE: dict[str, Any] = dict(weight_decay=0.0, schedule="linear", warm_up=0.0)
+ALIKE |= dict(statistics=False, corpus="prose")
 ARMS: dict[str, dict[str, Any]] = {
     ADAMW: dict(optimizer="adamw", learning_rate=2e-3, b2=0.999),
     MUON: dict(learning_rate=4e-3, adam_learning_rate=4e-3, beta=0.95),
@@ -46,32 +42,28 @@ BASES = (ADAMW, MUON, RULED, HIGH)
 GRID = dict(learning_rate=RATES)
 
 
-class Measured(NamedTuple):
-    """All arms on one task."""
+def rewards(m: Trained, arm: str) -> list[float]:
+    """Of the last tenth of the updates."""
+    return [-loss for loss in m.losses(arm)]
 
-    best: dict[str, Run]
-    results: dict[str, list[Result]]
 
-    def rewards(self, arm: str) -> list[float]:
-        """Of the last tenth of the updates."""
-        return [-loss for loss in losses(self.results[arm])]
+def gained(m: Trained, arm: str, base: str = ADAMW) -> Interval:
+    return paired(rewards(m, arm), rewards(m, base))
 
-    def gained(self, arm: str, base: str = ADAMW) -> Interval:
-        return paired(self.rewards(arm), self.rewards(base))
 
-    def collapsed(self, arm: str) -> int:
-        """In how many seeds the end is less than halfway up from start to summit."""
-        curves = [-np.array(r["curve"])[:, 2] for r in self.results[arm]]
-        ends = (c[-1] < (c[0] + c.max()) / 2 and c.argmax() > 0 for c in curves)
-        return sum(map(bool, ends))
+def collapses(m: Trained, arm: str) -> int:
+    """In how many seeds the end is less than halfway up from start to summit."""
+    curves = [-np.array(r["curve"])[:, 2] for r in m.results[arm]]
+    ends = (c[-1] < (c[0] + c.max()) / 2 and c.argmax() > 0 for c in curves)
+    return sum(map(bool, ends))
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     found = measured(lab, plan)
     draw(plan, found)
-    over = {name: m.gained(MUON) for name, m in found.items()}
-    high = {name: m.gained(HIGH, MUON) for name, m in found.items()}
-    collapsed = {arm: sum(m.collapsed(arm) for m in found.values()) for arm in BASES}
+    over = {name: gained(m, MUON) for name, m in found.items()}
+    high = {name: gained(m, HIGH, MUON) for name, m in found.items()}
+    collapsed = {arm: sum(collapses(m, arm) for m in found.values()) for arm in BASES}
     return Section(
         title="Reinforcement learning",
         claim="Pion (arXiv:2605.19282): in reinforcement learning with rewards that "
@@ -99,12 +91,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         remarks="By the interval of the difference, paired by seed. A run counts as "
         "collapsed if it ends less than halfway up from its first tenth to its best: "
         + ", ".join(f"{n} ({arm})" for arm, n in collapsed.items())
-        + f" of {len(found) * len(next(iter(found.values())).rewards(ADAMW))}.",
+        + f" of {len(found) * len(rewards(next(iter(found.values())), ADAMW))}.",
         answer="With tuned rates, Muon's reward ends above AdamW's, beyond the "
         f"interval, in {sum(d.low > 0 for d in over.values())} of {len(over)} tasks "
         f"and below it in {sum(d.high < 0 for d in over.values())}. With twice AdamW's "
         "rate, untuned, it ends below in "
-        f"{sum(m.gained(RULED).high < 0 for m in found.values())}. "
+        f"{sum(gained(m, RULED).high < 0 for m in found.values())}. "
         f"{collapsed[MUON]} of tuned Muon's and {collapsed[ADAMW]} of AdamW's runs "
         "collapsed. Pion's high-pass polynomial ends above Muon in "
         f"{sum(d.low > 0 for d in high.values())} tasks and below it in "
@@ -114,27 +106,17 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def measured(lab: Lab, plan: Plan) -> dict[str, Measured]:
+def measured(lab: Lab, plan: Plan) -> dict[str, Trained]:
     best = {name: walk(lab, plan, TASKS[name]) for name in plan.some(list(TASKS))}
-    runs = {
-        (name, arm): list(plan.over_seeds(of[arm], SEEDS))
-        for name, of in best.items()
-        for arm in BASES
-    }
-    results = lab.gather(runs)  # all of them together
-    return {
-        name: Measured(of, {arm: results[name, arm] for arm in BASES})
-        for name, of in best.items()
-    }
+    return train(lab, plan, best, SEEDS)
 
 
 def walk(lab: Lab, plan: Plan, task: dict[str, Any]) -> dict[str, Run]:
     best: dict[str, Run] = {}
     for arm, changes in ARMS.items():
-        start = plan.run(**ALIKE | task | changes)
         best[arm] = tuned(
             lab,
-            start,
+            plan.run(**ALIKE | task | changes),
             ("learning_rate",),
             one_rate=arm != ADAMW,
             grid=GRID,
@@ -145,15 +127,15 @@ def walk(lab: Lab, plan: Plan, task: dict[str, Any]) -> dict[str, Run]:
     return best
 
 
-def table(found: dict[str, Measured]) -> Table:
+def table(found: dict[str, Trained]) -> Table:
     entries = [
         [
             name,
             arm,
-            interval(m.rewards(arm)).show(".3g"),
-            "-" if arm == ADAMW else m.gained(arm).show("+.3g"),
-            "-" if arm != HIGH else m.gained(HIGH, MUON).show("+.3g"),
-            f"{m.collapsed(arm)} of {len(m.results[arm])}",
+            interval(rewards(m, arm)).show(".3g"),
+            "-" if arm == ADAMW else gained(m, arm).show("+.3g"),
+            "-" if arm != HIGH else gained(m, HIGH, MUON).show("+.3g"),
+            f"{collapses(m, arm)} of {len(m.results[arm])}",
             f"{m.best[arm].learning_rate:.2g}",
         ]
         for name, m in found.items()
@@ -165,7 +147,7 @@ def table(found: dict[str, Measured]) -> Table:
     return Table(columns, entries, caption)
 
 
-def draw(plan: Plan, found: dict[str, Measured]) -> None:
+def draw(plan: Plan, found: dict[str, Trained]) -> None:
     file, label = plan.figures / "reinforcement.png", "updates"
     lines = 2 if len(found) > 3 else 1
     titles = [*found, *[""] * (-len(found) % lines)]

@@ -111,7 +111,7 @@ def runs(plan: Plan, best: Mapping[str, float]) -> dict[Any, list[Run]]:
             settings = dict(learning_rate=rate, adam_learning_rate=rate)
             run = plan.run(plan.corpora[0], **SHAPE | changes | settings)
             run = run.but(probe="losses", evaluations=5)
-            found[name, factor] = list(plan.over_seeds(run, SEEDS))
+            found[name, factor] = plan.over_seeds(run, SEEDS)
     return found
 
 

@@ -1,16 +1,16 @@
 """How many steps to warm up, by width and by batch."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from pictures import panels
 from tables import Table
 
-from ..intervals import Interval, paired
-from ..lab import Lab, losses
+from ..arms import train, Trained
+from ..intervals import Interval
+from ..lab import Lab
 from ..plan import Plan
-from ..run import Run
 from ..section import Section
 from ..style import CYCLE
 from ..tuning import tuned, tuned_pair
@@ -30,28 +30,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 Key = tuple[str, str]  # corpus, condition
 
 
-class Measured(NamedTuple):
-    """By the share of the steps, the best run there and its losses, seed by seed."""
-
-    best: dict[float, Run]
-    losses: dict[float, list[float]]
-
-    def over_usual(self, share: float) -> Interval:
-        return paired(self.losses[share], self.losses[USUAL])
-
-    @property
-    def lost(self) -> Interval:
-        """By the usual share, over the best one."""
-        best = min(self.losses, key=lambda share: np.mean(self.losses[share]))
-        return paired(self.losses[USUAL], self.losses[best])
+def lost(m: Trained) -> Interval:
+    """By the usual share, over the best one."""
+    return m.over(USUAL, min(SHARES, key=lambda share: np.mean(m.losses(share))))
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    found = {
-        key: measured
-        for corpus in plan.corpora
-        for key, measured in measure(lab, plan, corpus)
-    }
+    found = measured(lab, plan)
     draw(plan, found)
     return Section(
         title="Warm-up",
@@ -65,7 +50,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         tables=[rate_table(found), loss_table(found)],
         parts={
             f"a twentieth within {HARM} nats of the best share": [
-                measured.lost.high <= HARM for measured in found.values()
+                lost(m).high <= HARM for m in found.values()
             ]
         },
         figure="warm_up.png",
@@ -75,20 +60,21 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def measure(lab: Lab, plan: Plan, corpus: str) -> Iterator[tuple[Key, Measured]]:
-    seeds = plan.some(TUNING_SEEDS)
-    for condition, settings in CONDITIONS.items():
-        usual = tuned_pair(lab, plan, corpus, **settings).muon
-        best = {
-            share: tuned(lab, usual.but(warm_up=share), ("learning_rate",), seeds=seeds)
-            for share in SHARES
-        }
-        runs = {share: plan.over_seeds(run, SEEDS) for share, run in best.items()}
-        ends = {share: losses(of_share) for share, of_share in lab.gather(runs).items()}
-        yield (corpus, condition), Measured(best, ends)
+def measured(lab: Lab, plan: Plan) -> dict[Key, Trained]:
+    """By the share of the steps."""
+    best, seeds = {}, plan.some(TUNING_SEEDS)
+    for corpus in plan.corpora:
+        for condition, settings in CONDITIONS.items():
+            usual = tuned_pair(lab, plan, corpus, **settings).muon
+            starts = {share: usual.but(warm_up=share) for share in SHARES}
+            best[corpus, condition] = {
+                share: tuned(lab, run, ("learning_rate",), seeds=seeds)
+                for share, run in starts.items()
+            }
+    return train(lab, plan, best, SEEDS)
 
 
-def rate_table(found: dict[Key, Measured]) -> Table:
+def rate_table(found: dict[Key, Trained]) -> Table:
     entries = [
         [*key, *(f"{run.learning_rate:.2g}" for run in measured.best.values())]
         for key, measured in found.items()
@@ -96,7 +82,7 @@ def rate_table(found: dict[Key, Measured]) -> Table:
     return Table(columns(), entries, "Best learning rate by share of the steps.")
 
 
-def loss_table(found: dict[Key, Measured]) -> Table:
+def loss_table(found: dict[Key, Trained]) -> Table:
     entries = [
         [*key, *(shown(measured, share) for share in SHARES)]
         for key, measured in found.items()
@@ -112,11 +98,11 @@ def columns() -> Sequence[str]:
     return ["corpus", "", *(f"{share:.0%}" if share else "none" for share in SHARES)]
 
 
-def shown(measured: Measured, share: float) -> str:
-    return "-" if share == USUAL else measured.over_usual(share).difference()
+def shown(m: Trained, share: float) -> str:
+    return "-" if share == USUAL else m.over(share, USUAL).difference()
 
 
-def draw(plan: Plan, found: dict[Key, Measured]) -> None:
+def draw(plan: Plan, found: dict[Key, Trained]) -> None:
     label = f"nats per byte over a warm-up of {USUAL:.0%}"
     file = plan.figures / "warm_up.png"
     x = "warm-up, share of the steps"
@@ -126,7 +112,7 @@ def draw(plan: Plan, found: dict[Key, Measured]) -> None:
                 zip(CONDITIONS, CYCLE, strict=False)
             ):
                 of = found[corpus, condition]
-                points = [of.over_usual(share) for share in SHARES]
+                points = [of.over(share, USUAL) for share in SHARES]
                 places = np.arange(len(SHARES)) + 0.06 * i
                 means, halves = zip(*points, strict=True)
                 bars = np.nan_to_num(halves)

@@ -130,7 +130,7 @@ def grid_runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[list[Ru
         )
         for rate in RATES
     ]
-    return [list(plan.over_seeds(run, SEEDS)) for run in runs]
+    return [plan.over_seeds(run, SEEDS) for run in runs]
 
 
 def best_octave(loss: np.ndarray) -> float:
