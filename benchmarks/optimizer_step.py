@@ -14,7 +14,7 @@ from alternating import alternate, by_both_clocks, compare, ratio
 from gpt2 import BLOCK, separate, Shapes, stacked, updates, updates_by
 from optax.contrib import MuonDimensionNumbers
 from optax_main import RELEASED
-from tables import parser, Report, Table
+from tables import parser, Report
 
 import muonclip_jax as mc
 
@@ -43,13 +43,9 @@ def main() -> None:
     report.write()
 
 
-def peers(report: Report, args: Any) -> None:
+def against_optax(report: Report, args: Any) -> None:
+    layers, repeats = args.layers, args.repeats
     table = report.table("Whole update", COLUMNS)
-    against_optax(table, args.layers, args.repeats)
-    against_torch(table, args.layers, args.repeats)
-
-
-def against_optax(table: Table, layers: int, repeats: int) -> None:
     cases = {
         f"{6 * layers} separate leaves": separate(layers),
         "stacked leaves": stacked(layers),
@@ -62,13 +58,14 @@ def against_optax(table: Table, layers: int, repeats: int) -> None:
             table.add(f"{name}, {peer}", *figures)
 
 
-def against_torch(table: Table, layers: int, repeats: int) -> None:
+def against_torch(report: Report, args: Any) -> None:
+    table = report.table("Against torch.optim.Muon", COLUMNS)
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        table.add("torch.optim.Muon: torch is not installed", *[None] * 6)
+        table.add("torch is not installed", *[None] * 6)
         return
-    shapes = separate(layers)
+    shapes = separate(args.layers)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
     for param in params:
         param.grad = torch.randn_like(param)
@@ -80,7 +77,7 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
         mine = updates(shapes, orthogonalizer=own)["ours"]
         sides = {"ours": mine, "torch": theirs.step}
         with mock.patch.object(torch.Tensor, "bfloat16", casts[peer]):
-            wall, cpu = by_both_clocks(sides, repeats)
+            wall, cpu = by_both_clocks(sides, args.repeats)
         figures = *compare(cpu, "ours", "torch"), *compare(wall, "ours", "torch")
         name = f"separate leaves in {ours}, torch {torch.__version__} in {peer}"
         table.add(name, *figures)
@@ -131,7 +128,11 @@ def axes(shapes: Shapes, is_per_head: bool) -> dict[str, MuonDimensionNumbers]:
     return {name: of(name) for name in shapes}
 
 
-PARTS = {"peers": peers, "options": options_of_muon}
+PARTS = {
+    "optax": against_optax,
+    "torch": against_torch,
+    "options": options_of_muon,
+}
 
 if __name__ == "__main__":
     main()
