@@ -179,9 +179,7 @@ def _decays(
 
 
 def _row(
-    leaf: Leaf,
-    roles: dict[paths.Path, list[str]],
-    decays: dict[paths.Path, str] | None,
+    leaf: Leaf, roles: dict[paths.Path, list[str]], decays: dict[paths.Path, str] | None
 ) -> tuple[str, ...]:
     path, x = leaf.path, leaf.array
     decay = [decays[path]] if decays else []

@@ -42,11 +42,7 @@ class Table(str):
 
 
 def leaf_table(
-    rows: Sequence[Row],
-    blocks: Iterable[Sequence[str]],
-    *,
-    model: Any,
-    collapse: bool,
+    rows: Sequence[Row], blocks: Iterable[Sequence[str]], *, model: Any, collapse: bool
 ) -> Table:
     """A row for each leaf below their names; then blocks, and attention left alone.
 

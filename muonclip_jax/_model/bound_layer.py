@@ -61,11 +61,7 @@ class BoundLayer:
     """
 
     def __init__(
-        self,
-        layer: AttentionLayer,
-        leaf_at: Mapping[Path, Any],
-        index: int,
-        start: int,
+        self, layer: AttentionLayer, leaf_at: Mapping[Path, Any], index: int, start: int
     ):
         self.path = split(layer.path)
         self.threshold = layer.threshold

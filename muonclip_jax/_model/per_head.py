@@ -10,10 +10,7 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import (
-    DimensionNumbers,
-    resolve_verdicts,
-)
+from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .._parameters.given import check_model, Model
 from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict

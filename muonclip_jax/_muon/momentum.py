@@ -126,10 +126,7 @@ class Momentum(NamedTuple):
         return ScaleByMuonState(mu, scales, count, unit)
 
     def update(
-        self,
-        state: ScaleByMuonState,
-        layout: Layout,
-        gradients: Sequence[Leaf],
+        self, state: ScaleByMuonState, layout: Layout, gradients: Sequence[Leaf]
     ) -> tuple[list[Leaf], ScaleByMuonState]:
         """The momentum to orthogonalize, where there is a view, and the state."""
         beta: Any = self.beta(state.count) if callable(self.beta) else self.beta

@@ -83,9 +83,7 @@ def _divide_by_norm_jvp(primals, tangents):
     return y, dy - y * along
 
 
-def _with_norms(
-    parts: Sequence[jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _with_norms(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
     factors, norms = zip(*map(norm_by_squares, parts), strict=True)
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)

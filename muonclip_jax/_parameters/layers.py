@@ -19,9 +19,7 @@ from .stacks import given_stacks, Stack, stack_at, StackAxes
 
 
 def find_stacks(
-    leaf_at: LeafAt,
-    stack_axes: StackAxes,
-    axis_names: Mapping[Path, tuple[str, ...]],
+    leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, Stack]:
     """The stack of each leaf: given, or shared by all leaves of a module."""
     found = given_stacks(leaf_at, stack_axes, axis_names)

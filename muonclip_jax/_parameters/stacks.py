@@ -38,9 +38,7 @@ def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
 
 
 def given_stacks(
-    leaf_at: LeafAt,
-    stack_axes: StackAxes,
-    axis_names: Mapping[Path, tuple[str, ...]],
+    leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, Stack]:
     """The stacks of leaves whose modules `stack_axes` names, or whose axes have names.
 

@@ -17,14 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes import manual_axes, resharded
-from .._layout.layout import (
-    AxisNames,
-    cut_axes,
-    differing,
-    gather,
-    Layout,
-    own_block,
-)
+from .._layout.layout import AxisNames, cut_axes, differing, gather, Layout, own_block
 from .._layout.shardings import blocks_along
 from .._layout.state import replicated
 from .._matrices.stacks import unstack

@@ -65,10 +65,7 @@ _KERNELS: list[AttentionRule] = []
 
 
 def attention_rule(
-    fun: Callable[..., Any],
-    *,
-    of: Any,
-    maxima: Callable[..., Any] | int | None = None,
+    fun: Callable[..., Any], *, of: Any, maxima: Callable[..., Any] | int | None = None
 ) -> AttentionRule:
     """Teaches [`read_model`][] and [`record_attention`][] a kernel of yours.
 
