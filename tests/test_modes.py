@@ -101,9 +101,10 @@ def test_a_state_is_finite_from_the_start(name):
         assert all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(states))
 
 
-def test_micro_batches_count_a_head_that_sees_no_key():
-    """Its largest logit is -inf, which is not the same as no logit yet."""
-    stats = {"attn": {"max_logits": jnp.asarray([-jnp.inf, 400.0])}}
+@pytest.mark.parametrize("largest", [-jnp.inf, jnp.inf, jnp.nan])
+def test_micro_batches_count_a_head_whose_logit_is_not_finite(largest):
+    """That of one that sees no key is -inf, which is not the same as no logit yet."""
+    stats = {"attn": {"max_logits": jnp.asarray([largest, 400.0])}}
     tx = mc.multi_steps(mc.muonclip(1e-2), 2)
     state = tx.init(PARAMS)
     for given in (stats, stats, STATS, STATS):
