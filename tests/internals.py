@@ -20,7 +20,6 @@ from muonclip_jax._mesh.by_constraint import (
 )
 from muonclip_jax._mesh.exchange import (
     Cut,
-    cut_of,
     groups_of,
     MOST_SLOTS,
     share_in_a_row,
@@ -70,7 +69,6 @@ __all__ = [
     "check_schedule",
     "collected",
     "cudnn",
-    "cut_of",
     "divide_stacks",
     "eight_bits",
     "gammas",

@@ -303,6 +303,15 @@ def test_nnx_optimizer_passes_the_captured_state():
     )
 
 
+def test_lookahead_steps_the_fast_params():
+    """The optimizer sees these alone."""
+    tx = optax.lookahead(mc.muon(1e-2), 2, 0.5)
+    both = optax.LookaheadParams.init_synced(PARAMS)
+    updates, _ = tx.update(GRADS, tx.init(both), both)
+    plain, _ = run(mc.muon(1e-2), steps=1)
+    chex.assert_trees_all_close(optax.apply_updates(both, updates).fast, plain)
+
+
 def test_optax_clip_after_any_optimizer():
     params, state = run(optax.chain(optax.adamw(1e-3), mc.qk_clip()), steps=1)
     adamw, _ = run(optax.adamw(1e-3), steps=1)
