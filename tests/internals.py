@@ -44,7 +44,6 @@ from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._parameters.rules import OF_MORE_AXES, OF_TWO_AXES
 from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
-from muonclip_jax._qk_clip.heads import gammas
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
@@ -71,7 +70,6 @@ __all__ = [
     "cudnn",
     "divide_stacks",
     "eight_bits",
-    "gammas",
     "groups_of",
     "heads_of",
     "largest_by_sums",

@@ -727,21 +727,6 @@ def test_wrong_usage(row):
         call()
 
 
-#: What Python itself refuses, and says what.
-PYTHONS = {
-    "beta by position": lambda: mc.muon(1e-3, 0.95),
-    "a name of torch": lambda: mc.muon(1e-3, momentum=0.9),
-    "a name of optax": lambda: mc.muon(1e-3, muon_weight_dimension_numbers=None),
-    "statistics by position": direct("muon", "grads", "of muon", "params", "stats"),
-}
-
-
-@pytest.mark.parametrize("row", PYTHONS)
-def test_wrong_names(row):
-    with pytest.raises(TypeError, match="unexpected keyword|positional argument"):
-        PYTHONS[row]()
-
-
 #: What looks wrong, and why it is not.
 RIGHT = {
     "a negative rate ascends, as in optax": clip(learning_rate=-1.0),
