@@ -41,6 +41,13 @@ def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
     assert (small.counts[~idle] == 0).all()
 
 
+def test_an_idle_device_takes_few_of_many():
+    """Each has a slot for all that one of them takes."""
+    fsdp = route(sharded=["fsdp"])
+    (_, small), _ = shared_out([(7, 100.0, fsdp), (8, 1.0, fsdp)], {"fsdp": 8})
+    assert small.slots == MOST_SLOTS
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
     """61 matrices that cost 22 experts each, on 128 groups of eight."""

@@ -15,9 +15,6 @@ from internals import platform_with
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 DATA = ROOT / "tests/data"
 
 

@@ -174,9 +174,9 @@ def test_what_optax_has_of_its_state_and_of_updates(is_mean):
     broken = jax.tree.map(lambda g: g * jnp.inf, grads)
     seen = []
     for each in (grads, broken, grads, grads, grads):
-        updates, states[0] = ours.update(
-            each, states[0], PARAMS, attention_stats=COMBINED
-        )
+        # What is skipped takes its logits along.
+        stats = jax.tree.map(lambda s, x=each: s * (9 if x is broken else 1), COMBINED)
+        updates, states[0] = ours.update(each, states[0], PARAMS, attention_stats=stats)
         expected, states[1] = theirs.update(each, states[1], PARAMS)
         chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
         for name in set(states[1]._fields) - {"inner_opt_state"}:
@@ -187,6 +187,7 @@ def test_what_optax_has_of_its_state_and_of_updates(is_mean):
         ]
         assert updated[0] == updated[1]
         seen.append(updated[0])
+        assert not seen[-1] or optax.tree.get(states[0], "max_logit") == 800
     assert seen == [False, False, True, False, True]
     assert int(optax.tree.get(states[0], "gradient_step")) == 2
     # Optax's is no transformation, and gives one by a method.
