@@ -106,15 +106,6 @@ def fast_compilation():
     jax.config.update(name, before)
 
 
-@pytest.fixture
-def nothing_is_promoted():
-    """By JAX's strictest flags: where a rank or a dtype is, tracing raises."""
-    import jax
-
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
-
-
 _MORE = [
     pytest.param(name, marks=pytest.mark.more)
     for name in ("FrozenDict", "Linen boxes", "NNX variables")

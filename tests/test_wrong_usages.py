@@ -33,7 +33,7 @@ PARAMS = {
 GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
 STATS = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
 WITH_BIASES = {
-    "attn": {n: {"kernel": KERNEL, "bias": KERNEL[0]} for n in ("query", "key")}
+    "attn": {n: {"kernel": KERNEL, "bias": ones(2, 4)} for n in ("query", "key")}
 }
 QUERY = ones(2, 5, 4, 3)
 KEY = ones(2, 5, 2, 3)

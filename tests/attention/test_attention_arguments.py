@@ -11,7 +11,7 @@ from internals import max_logits_module as module
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 BLOCK = 4
 

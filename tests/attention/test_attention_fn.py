@@ -23,7 +23,7 @@ from helpers import (
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def arrays(length, key_length, heads, key_heads, depth=8, batch=(2,), **kwargs):

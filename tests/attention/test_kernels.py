@@ -14,9 +14,6 @@ from internals import splash_statistic as _statistic
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 BLOCKWISE = functools.partial(mc.blockwise_attention, block_size=4)
 
 

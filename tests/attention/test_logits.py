@@ -10,7 +10,7 @@ from helpers import bernoulli, naive_logits, normal
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def qk(heads=4, key_heads=4, length=5, key_length=7):

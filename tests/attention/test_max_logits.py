@@ -11,9 +11,6 @@ from internals import max_logits_module as module
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 4)

@@ -11,9 +11,6 @@ from helpers import more, normal
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 #: Query, key and options to the statistic, by every route.
 ROUTES = {
     "max_logits": mc.max_logits,

@@ -12,10 +12,13 @@ from helpers import more, normal, one_at_a_time, polynomial_of
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 SHORT = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 def reference(gradients, nesterov=True, beta=0.95):
@@ -99,7 +102,7 @@ def test_momentum_in_float32_is_the_sum():
     ("params", "gradients", "momentum"),
     [*itertools.product(SHORT, SHORT, [None]), ("float32", "bfloat16", "float16")],
 )
-def test_every_pair_of_dtypes(way, params, gradients, momentum):
+def test_every_pair_of_dtypes(strict, way, params, gradients, momentum):
     p, g = ({"w": normal(i, 3, 5)} for i in range(2))
     p, g = optax.tree.cast(p, params), optax.tree.cast(g, gradients)
     tx = mc.scale_by_muon(

@@ -10,7 +10,7 @@ from pieces import by_hand, Case, CASES, leaf_of
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SCALES = {
     0.2: lambda m, n: 0.2 * np.sqrt(max(m, n)),

@@ -18,7 +18,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SHAPE = (256, 1024)
 INDICES = np.arange(1, SHAPE[0] + 1)

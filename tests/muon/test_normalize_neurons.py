@@ -18,7 +18,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 #: Shape, reduction axes, output axes, and how to get `(matrix, input, output)`.
 LEAVES = {
@@ -72,8 +72,7 @@ def naive(updates, b2, eps):
 def updates_at(step):
     """Neurons of unlike size, as those of real layers are."""
     return {
-        name: normal((step, i), *shape)
-        * np.exp(np.broadcast_to(normal(i, *shape[-1:]), shape))
+        name: normal((step, i), *shape) * jnp.exp(normal(i, *shape[-1:]))
         for i, (name, (shape, *_)) in enumerate(LEAVES.items())
     }
 

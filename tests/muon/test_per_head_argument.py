@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PARAMS = {
     "attn": {

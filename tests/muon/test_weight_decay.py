@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PARAMS = {"w": normal(0, 5, 7), "b": normal(1, 7), "s": jnp.array(0.0)}
 UPDATES = {"w": normal(2, 5, 7), "b": normal(3, 7), "s": jnp.array(1.0)}

@@ -21,9 +21,6 @@ from internals import solver
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 SPECTRA = {
     "even": np.ones(96),
     "gaussian": None,

@@ -23,9 +23,6 @@ from hypothesis import strategies as st
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_promoted")
-
-
 SHAPES = [(8, 8), (5, 17), (17, 5), (1, 6), (6, 1), (32, 64)]
 SMALL = [(1, 1), (2, 2), (1, 12), (9, 1), (2, 3), (3, 2), (4, 11), (12, 12), (12, 7)]
 
@@ -75,7 +72,7 @@ def test_dtype_sets_the_iteration_and_not_the_result():
 
 
 def test_float64_and_complex_inputs():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True):
         x = matrix_of(np.geomspace(1, 1e-3, 8), 8, 12)
         y = mc.newton_schulz(jnp.asarray(x))
         assert y.dtype == jnp.float64

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 LAYERS, WIDTH, HEADS, HEAD_DIM = 4, 16, 4, 8
 SPECS = {"query": P("data", "tensor"), "key": P("data", "tensor")}

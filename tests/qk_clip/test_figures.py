@@ -11,7 +11,7 @@ from helpers import clip_at_rest, randomize
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 zero_step = clip_at_rest()
 
 

@@ -12,7 +12,7 @@ from helpers import of_heads, ones
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def layer(*shape):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import muonclip_jax as mc
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "nothing_is_promoted")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 KERNEL = np.ones((8, 2, 4), np.float32)
 PARAMS = {"a": {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}}}

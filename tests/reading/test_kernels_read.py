@@ -136,7 +136,7 @@ _copied.defvjp(_copied_forward, _copied_backward)
 
 
 def test_a_copy_of_splash_attention_is_taught():
-    """With a table in front, ids behind, heads before lengths and no batch."""
+    """A table comes first, ids come last; heads before lengths, and no batch."""
     params = {n: x[:, : 2 * DIM] for n, x in PARAMS.items()} | {"q": PARAMS["q"]}
     kernel = jax.vmap(lambda *x: _copied(jnp.arange(T), *x, -1e30))
 

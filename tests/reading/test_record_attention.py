@@ -128,7 +128,6 @@ def test_a_loop_of_unknown_length():
     np.testing.assert_allclose(_leaf(stats), EXPECTED["masked"](PARAMS, X), rtol=1e-5)
 
 
-@pytest.mark.usefixtures("nothing_is_promoted")
 @pytest.mark.more
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_row_for_every_layer_of_a_scan(reverse):
@@ -185,7 +184,6 @@ def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
     assert np.isnan(_leaf(record(PARAMS, broken)[1])).all()
 
 
-@pytest.mark.usefixtures("nothing_is_promoted")
 def test_masked_logits_in_half_precision():
     """A row that sees nothing has the maximum -inf, and -inf times zero is NaN."""
 
