@@ -137,23 +137,11 @@ def bernoulli(seed, probability: float, shape) -> jax.Array:
 
 
 def naive_logits(query, key, mask=None):
-    """`(batch, heads, q, k)` in float64 loops, hidden pairs at -inf."""
+    """`(batch, heads, q, k)` in float64, hidden pairs at -inf."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
-    batch, length, heads, depth = query.shape
-    group = heads // key.shape[2]
-    out = np.full((batch, heads, length, key.shape[1]), -np.inf)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                for j in range(key.shape[1]):
-                    if (
-                        mask is not None
-                        and not np.broadcast_to(mask, out.shape)[b, h, i, j]
-                    ):
-                        continue
-                    logit = query[b, i, h] @ key[b, j, h // group] / np.sqrt(depth)
-                    out[b, h, i, j] = logit
-    return out
+    key = np.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
+    return logits if mask is None else np.where(mask, logits, -np.inf)
 
 
 def randomize(tree, seed: int = 0, scale: float = 1.0):

@@ -41,7 +41,6 @@ from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._parameters.rules import OF_MORE_AXES, OF_TWO_AXES
 from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
-from muonclip_jax._qk_clip.heads import gammas
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph

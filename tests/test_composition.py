@@ -249,19 +249,6 @@ def test_scan_over_steps_and_donation_equal_single_steps():
     chex.assert_trees_all_close(carry[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_second_step_does_not_trace_again():
-    tx = mc.muonclip(1e-2)
-
-    @chex.assert_max_traces(1)
-    def step(params, state):
-        updates, state = tx.update(GRADS, state, params, attention_stats=STATS)
-        return optax.apply_updates(params, updates), state
-
-    jitted, carry = jax.jit(step), (PARAMS, tx.init(PARAMS))
-    for _ in range(3):
-        carry = jitted(*carry)
-
-
 def test_linen_train_state_with_the_function_form():
     x, model = inputs(), LinenModel()
     params = linen_variables(model, x)["params"]
@@ -301,6 +288,15 @@ def test_nnx_optimizer_passes_the_captured_state():
     assert (
         optax.tree.get(optimizer.opt_state, "num_clipped")[...] == (before > 0.05).sum()
     )
+
+
+def test_lookahead_steps_the_fast_params():
+    """The optimizer sees these alone."""
+    tx = optax.lookahead(mc.muon(1e-2), 2, 0.5)
+    both = optax.LookaheadParams.init_synced(PARAMS)
+    updates, _ = tx.update(GRADS, tx.init(both), both)
+    plain, _ = run(mc.muon(1e-2), steps=1)
+    chex.assert_trees_all_close(optax.apply_updates(both, updates).fast, plain)
 
 
 def test_optax_clip_after_any_optimizer():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import one_at_a_time
+from helpers import one_at_a_time, randomize
 from internals import muon_module, muonclip_module, scale_module
 from optax.contrib import MuonDimensionNumbers
 
@@ -248,6 +248,30 @@ def test_a_layer_whose_own_schedule_returns_nothing_is_named():
     tx = mc.qk_clip(attention=[layer._replace(threshold=lambda step: None)])
     with pytest.raises(ValueError, match="threshold of layer 'layer' must be a number"):
         tx.init(ATTENTION)
+
+
+def test_injected_numbers_do_what_plain_ones_do():
+    """All at once: `optax.inject_hyperparams` makes arrays and tracers of them."""
+    numbers = {k: x for k, x in VALUES.items() if isinstance(x, float)}
+    numbers |= {
+        "consistent_rms": 0.3,
+        "adam_learning_rate": optax.linear_schedule(0.7, 0.1, 3),
+    }
+    tree = ATTENTION | {"mlp": {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}}
+    params, grads = randomize(tree), randomize(tree, 1)
+    static = tuple(options_of(mc.muonclip).keys() - numbers.keys())
+    injected = optax.inject_hyperparams(mc.muonclip, static_args=static)(**numbers)
+
+    def trained(tx):
+        state, update, found = tx.init(params), jax.jit(tx.update), params
+        for _ in range(2):
+            updates, state = update(grads, state, found, attention_stats=LOGITS)
+            found = optax.apply_updates(found, updates)
+        return found
+
+    found, expected = trained(injected), trained(mc.muonclip(**numbers))
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint32, bool, jax.dtypes.float0])

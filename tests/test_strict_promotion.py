@@ -244,3 +244,4 @@ def test_nothing_is_promoted_of_other_params(dtype):
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
         tx = mc.muonclip(1e-2, neuron_b2=0.9)
         jax.eval_shape(lambda: run(tx, params, attention_stats=STATS)[0])
+        jax.eval_shape(lambda: mc.clip_qk(params, STATS))

@@ -4,6 +4,7 @@ First every argument of every public function with values of each wrong type; th
 only some of them can get wrong.
 """
 
+import functools
 import inspect
 import re
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import ones
+from flax import nnx
+from helpers import inputs, linen_variables, LinenModel, nnx_model, ones
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -30,6 +32,9 @@ PARAMS = {
 }
 GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
 STATS = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+WITH_BIASES = {
+    "attn": {n: {"kernel": KERNEL, "bias": ones(2, 4)} for n in ("query", "key")}
+}
 QUERY = ones(2, 5, 4, 3)
 KEY = ones(2, 5, 2, 3)
 
@@ -233,7 +238,7 @@ ELSEWHERE = {
     *("shardings", "axis_name", "repeat_axes"),
     # A function, and what it takes: tests/reading.
     *("fun", "args", "kwargs", "of", "maxima"),
-    # Trees: rows below, tests/test_errors.py and tests/model.
+    # Trees: rows below, and tests/model.
     *("params", "attention_stats", "opt_state", "first", "others"),
     # Names of modules, which have to be there: tests/model.
     *("stack_axes", "query", "key"),
@@ -336,6 +341,30 @@ KEY_LEAF = mc.HeadLeaf("key/kernel", 3)
 NO_SCHEDULE = "it takes no schedule.*optax.inject_hyperparams"
 NO_LAYERS = "a function from params to one; got "
 
+
+def of_shapes(query, key, heads):
+    """The clip of a layer with kernels of these shapes."""
+    params = {
+        "attn": {
+            "query": {"kernel": jnp.ones(query)},
+            "key": {"kernel": jnp.ones(key)},
+        }
+    }
+    stats = {"attn": {"max_logits": jnp.ones(heads)}}
+    return lambda: update(mc.muonclip(1e-3), params, params, stats)
+
+
+def normalized(library):
+    """Flax's own layers with QK-norm, at `init` and in the function."""
+    if library == "nnx":
+        model = nnx_model(normalize_qk=True)
+        nnx.Optimizer(model, mc.muonclip(1e-3), wrt=nnx.Param)
+    model = LinenModel(options=(("normalize_qk", True),))
+    params = linen_variables(model, inputs())["params"]
+    mc.muon(1e-3).init(params)  # which does not mind
+    mc.muonclip(1e-3).init(params) if library == "linen" else mc.clip_qk(params, {})
+
+
 #: What is wrong, and what the message says.
 WRONG = {
     "adam_b1 is a schedule": (
@@ -424,12 +453,50 @@ WRONG = {
         of_dtype("float8_e4m3fn"),
         "'w' are no floats of 16 bits or more. Give a mu_dtype",
     ),
-    "params of integers": (of_dtype("int32"), "leaves that hold no matrix: 'w'"),
-    "nesterov is a word": (clip(nesterov="no"), "nesterov must be True or False, got"),
-    "threshold of strings": (
-        clip(threshold=np.array(["a"])),
-        "threshold must be a num",
+    "kernels without an axis of heads": (
+        of_shapes((8, 8), (8, 8), 2),
+        "'attn/query/kernel'.*attention=",
     ),
+    "key heads that do not divide query heads": (
+        of_shapes((8, 4, 2), (8, 3, 2), 4),
+        "'attn/key/kernel'",
+    ),
+    "QK-norm of Linen": (
+        lambda: normalized("linen"),
+        "'layer_0/attention', 'layer_1/attention'.*normalized",
+    ),
+    "QK-norm of Linen in the function": (
+        lambda: normalized("function"),
+        "normalized",
+    ),
+    "QK-norm of NNX": (
+        lambda: normalized("nnx"),
+        "'layers/0', 'layers/1'.*normalized",
+    ),
+    "a direction of vectors": (
+        lambda: mc.scale_by_muon().init(PARAMS | {"norm": {"scale": jnp.ones(2)}}),
+        "'mlp/bias', 'norm/scale'.*matrix_mask",
+    ),
+    "a mask that splits a layer": (
+        lambda: update(optax.masked(mc.qk_clip(), mc.matrix_mask), *[WITH_BIASES] * 2),
+        "'attn/query/bias', 'attn/key/bias'.*together",
+    ),
+    "params of integers": (of_dtype("int32"), "leaves that hold no matrix: 'w'"),
+    **{
+        f"{name} of {maker.__name__} is {value}": (
+            functools.partial(maker, *arguments, **{name: value}),
+            message,
+        )
+        for name, value, message in (
+            ("threshold", 0, "threshold must be positive, got"),
+            ("alpha", 1.1, r"alpha must be in \[0, 1\], got"),
+        )
+        for maker, *arguments in (
+            (mc.muonclip, 1e-3),
+            (mc.qk_clip,),
+            (mc.clip_qk, PARAMS, STATS),
+        )
+    },
     "threshold by layer": (
         clip(threshold={"attn": 100.0}),
         "threshold must be a number",
@@ -466,6 +533,16 @@ WRONG = {
     "a role is one leaf": (
         with_layer((QUERY_LEAF,), KEY_LEAF),
         r"key of attention layer 'attn' must be a tuple.*\(mc.HeadLeaf",
+    ),
+    "a function that was called as a schedule": (
+        lambda: optax.inject_hyperparams(mc.qk_clip)(
+            attention=functools.partial(mc.flax_attention_layers, stack_axes={})
+        ).init(PARAMS),
+        r'static_args=\("attention",\)',
+    ),
+    "a layer whose leaves are not there": (
+        with_layer((mc.HeadLeaf("wq", 3),), (mc.HeadLeaf("wk", 3),)),
+        "'attn/wq', 'attn/wk'",
     ),
     "no layers but statistics": (
         clip(attention=[]),
@@ -541,9 +618,31 @@ WRONG = {
         with_logits(None),
         "no statistics for the attention layers",
     ),
-    "a statistic for each row": (
-        with_logits(jnp.ones((3, 2))),
-        "does not fit the heads",
+    **{
+        f"statistics of shape {shape}": (
+            with_logits(jnp.ones(shape)),
+            r"'attn/max_logits' .*not fit the heads.*'attn/query/kernel' \(8, 2, 4",
+        )
+        for shape in ((3,), (1,), (4,), (1, 2), (3, 2))
+    },
+    "statistics of another layer, too": (
+        with_stats(STATS | {"encoder": {"attn": STATS["attn"]}}),
+        "'encoder/attn/max_logits'.*'attn'",
+    ),
+    **{
+        f"statistics are {stats}": (
+            with_stats(stats),
+            "'attn'.*sow_weights=True.*variable_axes",
+        )
+        for stats in ({}, {"attn": {}})
+    },
+    "no statistics": (
+        with_stats(None),
+        "needs attention_stats.*attention_stats=",
+    ),
+    "no statistics for the function": (
+        lambda: mc.clip_qk(PARAMS, None),
+        "needs attention_stats",
     ),
     "a statistic of numbers": (with_logits([1.0, 400.0]), "are a scalar"),
     "a statistic is a name": (
@@ -628,21 +727,6 @@ def test_wrong_usage(row):
         call()
 
 
-#: What Python itself refuses, and says what.
-PYTHONS = {
-    "beta by position": lambda: mc.muon(1e-3, 0.95),
-    "a name of torch": lambda: mc.muon(1e-3, momentum=0.9),
-    "a name of optax": lambda: mc.muon(1e-3, muon_weight_dimension_numbers=None),
-    "statistics by position": direct("muon", "grads", "of muon", "params", "stats"),
-}
-
-
-@pytest.mark.parametrize("row", PYTHONS)
-def test_wrong_names(row):
-    with pytest.raises(TypeError, match="unexpected keyword|positional argument"):
-        PYTHONS[row]()
-
-
 #: What looks wrong, and why it is not.
 RIGHT = {
     "a negative rate ascends, as in optax": clip(learning_rate=-1.0),
@@ -683,6 +767,11 @@ RIGHT = {
     ),
     "a decay mask may be a prefix, and lack entries": clip(
         weight_decay_mask={"attn": None, "mlp": np.bool_(True)}
+    ),
+    "a function of layers may be a static argument": lambda: update(
+        optax.inject_hyperparams(mc.qk_clip, "attention")(
+            attention=mc.flax_attention_layers
+        )
     ),
     # optax hands its numbers over as arrays, and flags as they are.
     "all of it injected": lambda: update(

@@ -1,11 +1,7 @@
-"""Which device owns which matrix: none is lost, and the work is even."""
-
-import subprocess
-import sys
+"""Which device owns which matrix: the work is even."""
 
 import numpy as np
 import pytest
-from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
@@ -17,50 +13,21 @@ from internals import (
 )
 
 
-MESH = {"a": 4, "one": 1, "b": 2}
-
-
 def route(batch=(), replicated=(), sharded=()):
     """How a mesh cuts some matrices: whatever they are, along these axes."""
     return Cut(((8, tuple(sharded)), (8, ())), (8, 8), tuple(batch), tuple(replicated))
-
-
-ROUTES = [
-    route(sharded="ab"),
-    route(replicated="a", sharded="b"),
-    route(batch="b", sharded="a"),
-    route(batch="a", replicated="b"),
-    route(batch="ab"),
-    route(replicated="ab"),
-]
-works = st.tuples(st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUTES))
 
 
 def shared_out(works, mesh):
     stacks = [(count, cost, groups_of(cut, mesh)) for count, cost, cut in works]
     shares = share_out(stacks, int(np.prod(list(mesh.values()))))
     loads = np.zeros(np.prod(list(mesh.values())))
-    for (_, cost, group), share in zip(stacks, shares, strict=True):
+    for (count, cost, group), share in zip(stacks, shares, strict=True):
         loads[group] += cost * share.counts
-    return shares, loads
-
-
-@pytest.mark.more
-@given(st.lists(works, min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
-def test_every_matrix_has_one_owner_in_each_group(works):
-    shares, _ = shared_out(works, MESH)
-    for (count, _, cut), share in zip(works, shares, strict=True):
-        groups, members = groups_of(cut, MESH).shape
-        assert groups * members == 8 and len(share.counts) == members
-        assert share.counts.max() <= share.slots <= MOST_SLOTS * -(-count // members)
         assert share.counts.sum() == count
-        matrices = np.arange(count, dtype=np.float32)[:, None, None]
-        slots = np.asarray(share.to_slots(matrices)).reshape(members, share.slots)
-        taken = [x for row, n in zip(slots, share.counts, strict=True) for x in row[:n]]
-        assert sorted(taken) == list(range(count))
-        back = share.from_slots(share.to_slots(matrices))
-        np.testing.assert_array_equal(back, matrices)
+        most = MOST_SLOTS * -(-count // len(share.counts))
+        assert share.counts.max() <= share.slots <= most
+    return shares, loads
 
 
 def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
@@ -72,6 +39,13 @@ def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
     idle = large.counts == 0
     assert idle.sum() == 16 and (squares.counts[idle] == 2).all()
     assert (small.counts[~idle] == 0).all()
+
+
+def test_an_idle_device_takes_few_of_many():
+    """Each has a slot for all that one of them takes."""
+    fsdp = route(sharded=["fsdp"])
+    (_, small), _ = shared_out([(7, 100.0, fsdp), (8, 1.0, fsdp)], {"fsdp": 8})
+    assert small.slots == MOST_SLOTS
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -110,39 +84,3 @@ def test_devices_without_a_large_matrix_take_the_small_ones():
     assert (258 * squares + 601 * large + 9 * small).max() == 601
     assert large.max() == 1 and squares.max() == 2
     assert not (large * (squares + small)).any()
-
-
-PLAN = """
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
-from internals import cut_of, groups_of, matrix_view, share_out
-
-mesh = dict(data=2, fsdp=2, tensor=2, expert=2, layer=2)
-view = matrix_view((4, 8, 16), MuonDimensionNumbers(1, 2))
-specs = [
-    P(("layer", "expert"), ("tensor", "fsdp")),
-    P(None, ("expert", "fsdp"), ("data", "layer")),
-    P(),
-]
-cuts = [cut_of(view, spec, mesh) for spec in specs]
-stacks = [(9, cost, groups_of(cut, mesh)) for cost, cut in zip([3.0, 5.0, 2.0], cuts)]
-for cut, stack, share in zip(cuts, stacks, share_out(stacks, 32)):
-    print(cut, stack[2].tolist(), share.counts.tolist(), share.slots, sep="\\n")
-"""
-
-
-@pytest.mark.more
-def test_the_same_on_every_process():
-    """Each process plans by itself, and names hash otherwise in each."""
-    plans = {
-        subprocess.run(
-            [sys.executable, "-c", PLAN],
-            env=script_environment() | {"PYTHONHASHSEED": seed},
-            cwd=ROOT / "tests",
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(plans) == 1 and "batch=('expert', 'layer')" in plans.pop()

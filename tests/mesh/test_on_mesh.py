@@ -1,13 +1,10 @@
 """Muon on a mesh against Muon on one device: the same numbers, compiled once."""
 
 import functools
-import logging
-import re
 
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from helpers import few, more
 from hlo_costs import hlo_costs
@@ -131,51 +128,10 @@ def test_same_as_on_one_device(layout, types, told):
         assert_where(tree, shardings)
 
 
-@pytest.mark.parametrize("way", ["pmap", "shard_map"])
-def test_where_devices_are_told_what_to_do(way):
-    """Inside `pmap` and `shard_map` every device updates what it sees."""
-    mesh, _, params, grads = placed("data")
-    tx = make()
-    state = tx.init(params)
-    if way == "pmap":
-        repeated = jax.tree.map(lambda x: np.stack([x] * 8), (grads, state, params))
-        results, new_state = jax.pmap(tx.update, axis_name="data")(*repeated)
-        results, new_state = jax.tree.map(lambda x: x[3], (results, new_state))
-    else:
-        update = jax.shard_map(
-            tx.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-        )
-        results, new_state = jax.jit(update)(grads, state, params)
-    expected, _ = make().update(
-        random_tree(1), make().init(random_tree(0)), random_tree(0)
-    )
-    chex.assert_trees_all_close(results, expected, rtol=1e-5, atol=1e-7)
-
-
 def traffic(compiled):
     # Loops over a device's share run once or so; what they hold is what counts.
     trips = {f"stack{i}": 1 for i in range(8)}
     return hlo_costs(compiled.as_text(), trips).collectives
-
-
-@pytest.mark.more
-def test_the_second_step_compiles_nothing(caplog):
-    mesh, shardings, params, grads = placed("fsdp and tensor")
-    tx = make(shardings=shardings)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    with jax.set_mesh(mesh), jax.log_compiles(), caplog.at_level(logging.WARNING):
-        state, compiled = tx.init(params), []
-        for _ in range(2):
-            caplog.clear()
-            params, state = step(params, state, grads)
-            compiled.append(re.findall(r"Compiling jit\(\w+\)", caplog.text))
-    assert compiled == [["Compiling jit(step)"], []]
-    assert_where(params, shardings)
 
 
 def test_a_parameter_on_another_mesh():

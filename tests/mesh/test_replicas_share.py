@@ -49,13 +49,6 @@ def make(axis_name=None, **options):
     )
 
 
-def walk(update, state, steps=3, grads=mean_grads_at):
-    params = PARAMS
-    for step in range(steps):
-        params, state = update(grads(step), state, params)
-    return params, state
-
-
 def step_of(tx):
     def step(grads, state, params):
         updates, state = tx.update(grads, state, params)
@@ -66,8 +59,11 @@ def step_of(tx):
 
 @functools.cache
 def expected(**options):
-    tx = make(**options)
-    return walk(jax.jit(step_of(tx)), tx.init(PARAMS))[0]
+    tx, params = make(**options), PARAMS
+    update, state = jax.jit(step_of(tx)), tx.init(PARAMS)
+    for step in range(3):
+        params, state = update(mean_grads_at(step), state, params)
+    return params
 
 
 def mesh_of(*sizes):
@@ -105,53 +101,6 @@ def test_mapped(map_, is_averaged):
         assert_close(mine, expected())
         # To the bit, as the state must be.
         chex.assert_trees_all_equal(mine, jax.tree.map(lambda x: x[0], params))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("is_checked", [True, more(False)])
-@pytest.mark.parametrize("is_averaged", [more(True), False])
-def test_shard_map(is_checked, is_averaged):
-    """Replicated params go in and come out, also where types are checked."""
-    tx = make("data")
-    step = jax.jit(
-        jax.shard_map(
-            step_of(tx),
-            mesh=mesh_of(COUNT),
-            in_specs=(P() if is_averaged else P("data"), P(), P()),
-            out_specs=P(),
-            check_vma=is_checked,
-        )
-    )
-
-    def grads(step):
-        if is_averaged:
-            return mean_grads_at(step)
-        each = [grads_at(step, replica) for replica in range(COUNT)]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *each)
-
-    params, _ = walk(step, tx.init(PARAMS), grads=grads)
-    assert_close(params, expected())
-
-
-@pytest.mark.more
-def test_next_to_an_automatic_axis():
-    """Params that the compiler cuts along the other axis."""
-    mesh, tx = mesh_of(2, 2), make("data")
-    step = jax.shard_map(
-        step_of(tx),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    cut = {k: P("other") if k.startswith("up") else P() for k in PARAMS}
-    placed = {
-        k: jax.device_put(x, jax.NamedSharding(mesh, cut[k])) for k, x in PARAMS.items()
-    }
-    state = tx.init(placed)
-    params, _ = walk(jax.jit(step), state)
-    assert_close(params, expected())
 
 
 def test_each_replica_iterates_its_share_and_one_gather_hands_out_a_stack():

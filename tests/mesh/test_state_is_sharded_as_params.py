@@ -79,21 +79,6 @@ def test_abstract_params(jit):
     )
 
 
-def test_the_direction_alone():
-    _, shardings, params = placed(A, A)
-    matrices = {name: params[name] for name in ("up", "down")}
-    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
-    tx = mc.scale_by_muon(
-        dimension_numbers=numbers,
-        mu_dtype="bfloat16",
-        shardings={name: shardings[name] for name in matrices},
-    )
-    mu = jax.jit(tx.init)(matrices).mu
-    for name, x in mu.items():
-        assert x.dtype == jnp.bfloat16 and not x.any()
-        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class CallableTree(dict):
     """As an Equinox module: a tree that can be called, and must not be."""

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import as_pure
+from helpers import as_pure, randomize
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -29,6 +29,70 @@ STATS = {name: {"max_logits": jnp.asarray([5.0, 500.0])} for name in PARAMS}
 def step(tx, params, **extra):
     grads = jax.tree.map(jnp.ones_like, params)
     return tx.update(grads, tx.init(params), params, **extra)[0]
+
+
+ONE_STEP = {"orthogonalizer": mc.NewtonSchulz(steps=1)}
+MASK = {"l0": False, "l1": True, "l2": {"query": True, "key": True, "up": False}}
+MATRICES = {"l0": {"query": False, "key": False, "up": True}, "l1": False, "l2": False}
+NUMBERS = {
+    "l0": None,
+    "l1": None,
+    "l2": {"query": None, "key": None, "up": Numbers(0, 1)},
+}
+LABELS = {
+    "l0": "clip",
+    "l1": "sgd",
+    "l2": {"query": "muon", "key": "muon", "up": "sgd"},
+}
+PARTS = {
+    "clip": mc.muonclip(0.1, **ONE_STEP),
+    "muon": mc.muon(0.2, **ONE_STEP),
+    "sgd": optax.sgd(0.3),
+}
+#: Entries for modules, and what takes them.
+PREFIXES = {
+    "a clip": (MASK, lambda mask: optax.masked(mc.qk_clip(), mask)),
+    "muonclip": (
+        MASK,
+        lambda mask: optax.masked(mc.muonclip(0.1, **ONE_STEP), mask),
+    ),
+    "a direction": (
+        MATRICES,
+        lambda mask: optax.masked(mc.scale_by_muon(**ONE_STEP), mask),
+    ),
+    "a partition": (LABELS, lambda labels: optax.partition(PARTS, labels)),
+    "decay": (
+        MASK,
+        lambda mask: mc.muonclip(0.1, weight_decay_mask=mask, **ONE_STEP),
+    ),
+    "numbers": (
+        NUMBERS,
+        lambda numbers: mc.muonclip(0.1, dimension_numbers=numbers, **ONE_STEP),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("name", PREFIXES)
+def test_entries_for_modules_are_entries_for_all_their_leaves(name, is_called):
+    entries, make = PREFIXES[name]
+    whole = jax.tree.map(
+        lambda entry, part: jax.tree.map(lambda _: entry, part),
+        entries,
+        PARAMS,
+        is_leaf=lambda x: x is None or isinstance(x, Numbers),
+    )
+    params, grads = randomize(PARAMS), randomize(PARAMS, 1)
+
+    def updated(given):
+        tx = make((lambda _: given) if is_called else given)
+        return tx.update(grads, tx.init(params), params, attention_stats=STATS)
+
+    (found, state), (expected, desired) = updated(entries), updated(whole)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    leaves = map(jax.tree.leaves, ((found, state), (expected, desired)))
+    for x, y in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_strange_statistics_are_still_refused_under_a_mask():

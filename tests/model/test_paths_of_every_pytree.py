@@ -50,10 +50,33 @@ def attention(make):
 
 
 @pytest.mark.parametrize("make", [*CONTAINERS.values(), state])
-def test_value_of_attention_is_a_matrix_in_each(make):
-    rows = mc.describe(attention(make))
-    assert rows.count("4 x 16 x 8") == 3 and rows.count("1 x 32 x 16") == 1
-    assert "value/kernel" in rows
+def test_the_same_is_said_and_done_in_each(make):
+    """In lists and tuples too, and the result is made of the same."""
+
+    def nested(make):
+        return [{"value": attention(make)}, (attention(make),)]
+
+    def by_path(tree, values):
+        return dict(zip(paths.flatten(tree).paths, values, strict=True))
+
+    tree, plain = nested(make), nested(dict)
+    rows = mc.describe(tree)
+    assert rows.count("4 x 16 x 8") == 6 and rows.count("1 x 32 x 16") == 2
+    assert sorted(rows.split("\n")) == sorted(mc.describe(plain).split("\n"))
+    said = (jax.tree.leaves(mc.flax_dimension_numbers(x)) for x in (tree, plain))
+    assert len(set(map(tuple, said))) == 1
+    row = jnp.asarray([400.0, 90.0, 101.0, 5.0])
+    stats, plain_stats = (
+        [{"value": make(max_logits=row)}, (make(max_logits=2 * row),)]
+        for make in (make, dict)
+    )
+    after = mc.clip_qk(tree, stats)
+    assert jax.tree.structure(after) == jax.tree.structure(tree)
+    found = by_path(tree, jax.tree.leaves(after))
+    clipped = jax.tree.leaves(mc.clip_qk(plain, plain_stats))
+    for path, x in by_path(plain, clipped).items():
+        np.testing.assert_array_equal(found[path], x)
+    assert found["0", "value", "key", "kernel"].min() == 0.5
 
 
 def test_a_variable_may_hold_a_tree_of_its_own():

@@ -117,6 +117,37 @@ def test_every_pair_of_dtypes(strict, way, params, gradients, momentum):
     np.testing.assert_allclose(np.float64(updates["w"]), expected, atol=0.03)
 
 
+@pytest.mark.parametrize("statistics", ["float16", "float64"])
+@pytest.mark.parametrize(
+    "params, gradients",
+    [*itertools.product(["float64"], ["bfloat16", "float64"]), ("float32", "float64")],
+)
+def test_doubles_next_to_a_clip(strict, params, gradients, statistics):
+    with jax.enable_x64(True):
+        shapes = {"mlp": (3, 4), "query": (3, 2, 2), "key": (3, 2, 2)}
+        p, g = (
+            {k: {"kernel": normal((i, k == "key"), *s)} for k, s in shapes.items()}
+            for i in range(2)
+        )
+        p, g = optax.tree.cast(p, params), optax.tree.cast(g, gradients)
+        stats = {"max_logits": jnp.full(2, 400.0, statistics)}
+        options = {"orthogonalizer": mc.NewtonSchulz(steps=2), "beta": 0.95}
+        muon, whole = (make(0.5, **options) for make in (mc.muon, mc.muonclip))
+        plain, _ = jax.jit(muon.update)(g, muon.init(p), p)
+        found, _ = jax.jit(whole.update)(g, whole.init(p), p, attention_stats=stats)
+    bound = 99 * float(max(jnp.finfo(x).eps for x in (params, gradients, "float32")))
+    bound = 1e-14 if params == gradients else bound
+    w, momentum = (np.float64(x["mlp"]["kernel"]) for x in (p, g))
+    direction = 0.4 * polynomial_of(momentum, mc.NS_COEFFS["keller"][:1] * 2)
+    expected = -0.5 * (direction + 0.1 * w)
+    np.testing.assert_allclose(found["mlp"]["kernel"], expected, atol=bound)
+    assert found["mlp"]["kernel"].dtype == gradients
+    for name in ("query", "key"):
+        w, a, b = (np.float64(x[name]["kernel"]) for x in (p, plain, found))
+        rounding = 1e-12 if params == "float64" else 1e-6
+        np.testing.assert_allclose(w + b, 0.5 * (w + a), rtol=0, atol=rounding)
+
+
 def test_two_matrices_of_one_shape_without_jit():
     params = {"a": normal(0, 3, 4), "b": normal(1, 3, 4)}
     tx = mc.scale_by_muon()

@@ -88,6 +88,26 @@ def test_statistics_of_a_step_do_not_leak_into_the_next():
     assert mc.scalars(state, PARAMS)["max_logit"] == 90
 
 
+def test_layers_of_a_stack_have_maxima_of_their_own():
+    params = {
+        "layers": {
+            n: {"kernel": randomize(jnp.ones((3, 8, 2, 4)))} for n in ("query", "key")
+        }
+    }
+    rows = [
+        jnp.asarray([[50.0, 400], [90, 90], [300, 5]]) * scale for scale in (1.0, 0.5)
+    ]
+    rows[1] = rows[1][::-1]
+    tx = mc.multi_steps(mc.muonclip(0.0), 2)
+    state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
+    for row in rows:
+        stats = {"layers": {"max_logits": row}}
+        updates, state = tx.update(zeros, state, params, attention_stats=stats)
+    expected = mc.clip_qk(params, {"layers": {"max_logits": jnp.maximum(*rows)}})
+    found = optax.apply_updates(params, updates)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
 def test_plain_multi_steps_sees_the_last_micro_batch_alone():
     """What the wrapper is for: a witness that these statistics tell the two apart."""
     seen, state = run(
@@ -142,9 +162,11 @@ def test_in_an_nnx_optimizer():
     assert metrics["ever_clipped_fraction"] > 0
 
 
-def test_what_optax_has_of_its_state_and_of_updates():
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_what_optax_has_of_its_state_and_of_updates(is_mean):
     """Field by field, through a skipped micro-batch and two real steps."""
     options = {"should_skip_update_fn": optax.skip_not_finite}
+    options["use_grad_mean"] = is_mean
     theirs = optax.MultiSteps(optax.sgd(0.1), 2, **options)
     ours = mc.multi_steps(optax.chain(optax.sgd(0.1), mc.qk_clip(1e9)), 2, **options)
     states = [ours.init(PARAMS), theirs.init(PARAMS)]
@@ -152,8 +174,11 @@ def test_what_optax_has_of_its_state_and_of_updates():
     broken = jax.tree.map(lambda g: g * jnp.inf, grads)
     seen = []
     for each in (grads, broken, grads, grads, grads):
-        _, states[0] = ours.update(each, states[0], PARAMS, attention_stats=COMBINED)
-        _, states[1] = theirs.update(each, states[1], PARAMS)
+        # What is skipped takes its logits along.
+        stats = jax.tree.map(lambda s, x=each: s * (9 if x is broken else 1), COMBINED)
+        updates, states[0] = ours.update(each, states[0], PARAMS, attention_stats=stats)
+        expected, states[1] = theirs.update(each, states[1], PARAMS)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
         for name in set(states[1]._fields) - {"inner_opt_state"}:
             pair = [getattr(x, name) for x in states]
             chex.assert_trees_all_close(*pair, rtol=1e-6)
@@ -162,6 +187,7 @@ def test_what_optax_has_of_its_state_and_of_updates():
         ]
         assert updated[0] == updated[1]
         seen.append(updated[0])
+        assert not seen[-1] or optax.tree.get(states[0], "max_logit") == 800
     assert seen == [False, False, True, False, True]
     assert int(optax.tree.get(states[0], "gradient_step")) == 2
     # Optax's is no transformation, and gives one by a method.

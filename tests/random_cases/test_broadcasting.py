@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from attention_references import naive_attention
 from seeds import chance, family, pick, told
 
 import muonclip_jax as mc
@@ -115,25 +116,6 @@ def visible(arrays, options, full):
     return seen
 
 
-def reference(arrays, options):
-    """In float64: output and statistic."""
-    query, key, value = (
-        np.asarray(arrays[name], np.float64) for name in ("query", "key", "value")
-    )
-    group = query.shape[-2] // key.shape[-2]
-    key, value = (np.repeat(x, group, axis=-2) for x in (key, value))
-    logits = np.einsum("...qhd,...khd->...hqk", query, key) / np.sqrt(WIDTH)
-    logits = logits + arrays.get("bias", 0.0)
-    seen = visible(arrays, options, logits.shape)
-    logits = np.where(seen, logits, -np.inf)
-    weights = np.where(seen, np.exp(logits), 0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / np.where(total > 0, total, 1)
-    others = tuple(a for a in range(logits.ndim) if a != logits.ndim - 3)
-    largest = logits.max(others, initial=-np.inf)
-    return np.einsum("...hqk,...khd->...qhd", weights, value), largest
-
-
 def compare(name, result, expected):
     output, largest = expected
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -157,7 +139,11 @@ def check(seed):
                     jax.eval_shape(function, **arrays)
             return
         run = jax.jit(lambda arrays: {n: f(**arrays) for n, f in found.items()})
-        expected = reference(arrays, options)
+        full = np.broadcast_shapes(shapes["query"][:-3], shapes["key"][:-3])
+        full += (*shapes["query"][-2:-4:-1], shapes["key"][-3])
+        qkv = (arrays[name] for name in ("query", "key", "value"))
+        mask = visible(arrays, options, full)
+        expected = naive_attention(*qkv, bias=arrays.get("bias"), mask=mask)
         for name, result in run(arrays).items():
             compare(name, result, expected)
 

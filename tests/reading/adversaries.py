@@ -1,17 +1,11 @@
 """All functions that were written to mislead a reading, by name."""
 
 import adversaries_alike as adversaries_alike
-import adversaries_choices as adversaries_choices
 import adversaries_depth as adversaries_depth
-import adversaries_experts as adversaries_experts
 import adversaries_gates as adversaries_gates
-import adversaries_heads as adversaries_heads
-import adversaries_kernels as adversaries_kernels
 import adversaries_layers as adversaries_layers
 import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
-import adversaries_query_and_key as adversaries_query_and_key
 import adversaries_softmaxes as adversaries_softmaxes
-import adversaries_sums as adversaries_sums
 import adversaries_systems as adversaries_systems
 from pieces_of_cases import CASES as CASES

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
+    array,
     B,
     case,
     CAUSAL,
+    cut,
     D,
     DISTANCE,
     end,
@@ -22,6 +24,7 @@ from pieces_of_cases import (
     soft,
     T,
     unit,
+    weights,
     X,
 )
 
@@ -194,3 +197,227 @@ def sticks_that_break(p, x):
     logits = scores(q, k)
     left = jnp.cumsum(jax.nn.log_sigmoid(-logits), -1) - jax.nn.log_sigmoid(-logits)
     return end(p, x, mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v))
+
+
+# Softmaxes however they are summed, and keys from elsewhere in the same softmax.
+
+
+N = 4
+KEYS = np.asarray(array("keys", B, N, H, K, scale=4.0))
+VALUES = np.asarray(array("values", B, N, H, K))
+ROWS = np.ones(T, np.float32), np.tril(np.ones((T, T), np.float32))
+START = (
+    np.full((B, T, H), -1e30, np.float32),
+    *(np.zeros((B, T, H, *of), np.float32) for of in ((), (K,))),
+)
+
+
+def _added(state, q, key, value, **where):
+    """One more key in a softmax with a running maximum."""
+    top, total, y = state
+    logits = noted(jnp.einsum("bqhd,bhd->bqh", q, key), -1, merge="largest", **where)
+    new = jnp.maximum(top, logits)
+    e, keep = jnp.exp(logits - new), jnp.exp(top - new)
+    y = y * keep[..., None] + e[..., None] * value[:, None]
+    return new, total * keep + e, y
+
+
+def _each(*of):
+    return tuple(x.swapaxes(0, 1) for x in of)
+
+
+def _ended(p, x, state):
+    _, total, y = state
+    return end(p, x, (y / total[..., None]).reshape(B, T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def keys_picked_one_by_one(p, x):
+    q, k, v = qkv(p, x)
+
+    def add(t, state):
+        return _added(state, q, k[:, t], v[:, t])
+
+    return _ended(p, x, jax.lax.fori_loop(0, T, add, START))
+
+
+@case(SAYS, one(), X, KEYS, VALUES, attention="read")
+def keys_one_by_one_after_a_cache(p, x, keys, values):
+    q, k, v = qkv(p, x)
+
+    def add(state, of):
+        return _added(state, q, *of, layer="one"), None
+
+    state, _ = jax.lax.scan(add, START, _each(keys, values))
+    return _ended(p, x, jax.lax.scan(add, state, _each(k, v))[0])
+
+
+@case(SAYS, one(), X, attention="read")
+def queries_and_keys_one_by_one(p, x):
+    q, k, v = qkv(p, x)
+
+    def of_query(q):
+        def add(state, of):
+            total, y = state
+            logits = noted(jnp.sum(q * of[0], -1), -1, "one", "largest")
+            e = jnp.exp(logits)
+            return (total + e, y + e[..., None] * of[1]), None
+
+        start = jnp.zeros((B, H)), jnp.zeros((B, H, K))
+        (total, y), _ = jax.lax.scan(add, start, _each(k, v))
+        return y / total[..., None]
+
+    y = jax.lax.map(of_query, q.swapaxes(0, 1)).swapaxes(0, 1)
+    return end(p, x, y.reshape(B, T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def sums_over_all_keys_before(p, x):
+    q, k, v = qkv(p, x)
+    logits = noted(jnp.einsum("bhd,bkhd->bhk", q[:, -1], k), -2)
+    e = jnp.exp(logits - logits.max(-1, keepdims=True))
+    y = jnp.cumsum(e[..., None] * v.swapaxes(1, 2), 2) / jnp.cumsum(e, 2)[..., None]
+    return end(p, x, y.swapaxes(1, 2).reshape(B, T, D))
+
+
+@case(SAYS, one(), X, *ROWS, attention="read")
+def sums_by_products_with_ones_and_a_mask(p, x, ones, mask):
+    q, k, v = qkv(p, x)
+    e = jnp.exp(noted(scores(q, k))) * mask
+    return end(p, x, mixed(e / (e @ ones)[..., None], v))
+
+
+@case(SAYS, one(), X, attention="read")
+def sums_by_an_associative_scan(p, x):
+    q, k, v = qkv(p, x)
+    logits = noted(jnp.einsum("bhd,bkhd->kbh", q[:, 0], k), -1)
+
+    def both(a, b):
+        top = jnp.maximum(a[0], b[0])
+        one, two = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
+        parts = a[2] * one[..., None] + b[2] * two[..., None]
+        return top, a[1] * one + b[1] * two, parts
+
+    start = logits, jnp.ones_like(logits), v.swapaxes(0, 1)
+    _, total, y = jax.lax.associative_scan(both, start)
+    return end(p, x, (y / total[..., None]).swapaxes(0, 1).reshape(B, T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def logarithms_of_running_sums(p, x):
+    q, k, v = qkv(p, x)
+    logits = noted(scores(q, k))
+    total = jax.lax.cumlogsumexp(logits, axis=3)[..., -1:]
+    return end(p, x, mixed(jnp.exp(logits - total), v))
+
+
+# Keys from elsewhere.
+
+
+@case(SAYS, one(), X, KEYS, VALUES, attention="read")
+def cache_before_own_keys(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    w = soft(jnp.concatenate([scores(q, keys), scores(q, k)], -1))
+    return end(p, x, mixed(w[..., :N], values) + mixed(w[..., N:], v))
+
+
+@case(SAYS, one(), X, KEYS[0], VALUES[0], attention="read")
+def bank_for_all_examples_after_own_keys(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    of_bank = jnp.einsum("bqhd,nhd->bhqn", q, keys)
+    w = soft(jnp.concatenate([scores(q, k), of_bank], -1))
+    y = jnp.einsum("bhqn,nhd->bqhd", w[..., T:], values)
+    return end(p, x, mixed(w[..., :T], v) + y.reshape(B, T, D))
+
+
+@case(SAYS, one(), X, KEYS[0, :, 0], VALUES[0, :, 0], attention="read")
+def nearest_of_a_bank_beside_own_keys(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    near, at = jax.lax.top_k(jnp.einsum("bqhd,nd->bhqn", q, keys), 2)
+    w = soft(jnp.concatenate([scores(q, k), near], -1))
+    y = jnp.einsum("bhqn,bhqnd->bqhd", w[..., T:], values[at])
+    return end(p, x, mixed(w[..., :T], v) + y.reshape(B, T, D))
+
+
+def _tiles(q, k, keys):
+    return (noted(scores(q, x), layer="one", merge="largest") for x in (k, keys))
+
+
+@case(SAYS, one(), X, KEYS, VALUES, attention="read")
+def cache_in_a_tile_of_its_own(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    tiles = tuple(_tiles(q, k, keys))
+    tops = [tile.max(-1, keepdims=True) for tile in tiles]
+    top = jnp.concatenate(tops, -1).max(-1, keepdims=True)
+    e, f = (jnp.exp(tile - top) for tile in tiles)
+    total = e.sum(-1, keepdims=True) + f.sum(-1, keepdims=True)
+    return end(p, x, mixed(e / total, v) + mixed(f / total, values))
+
+
+@case(SAYS, one(), X, KEYS, VALUES, attention="read")
+def softmaxes_of_tiles_joined_by_logarithms(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    a, b = _tiles(q, k, keys)
+    sums = [jax.nn.logsumexp(tile, -1, keepdims=True) for tile in (a, b)]
+    one, two = (jnp.exp(x - jnp.logaddexp(*sums)) for x in sums)
+    own = mixed(jax.nn.softmax(a) * one, v)
+    return end(p, x, own + mixed(jax.nn.softmax(b) * two, values))
+
+
+# The square is not linear in the query, whatever is next to it.
+@case(SAYS, one(), X, KEYS, VALUES, attention="said")
+def cache_with_squared_logits(p, x, keys, values):
+    q, k, v = qkv(p, x)
+    w = soft(jnp.concatenate([scores(q, keys) ** 2, scores(q, k)], -1))
+    return end(p, x, mixed(w[..., :N], values) + mixed(w[..., N:], v))
+
+
+BANK = weights(q=(D, D), o=(D, D), head=(D, 3))
+
+
+@case("q o 0|1; head head", BANK, X, KEYS[0], VALUES[0], attention="read")
+def bank_alone_for_all_examples(p, x, keys, values):
+    w = soft(jnp.einsum("bqhd,nhd->bhqn", cut(x @ p["q"]), keys))
+    y = jnp.einsum("bhqn,nhd->bqhd", w, values)
+    return end(p, x, y.reshape(B, T, D))
+
+
+@case("q o 0|1; head head", BANK, X, KEYS[0, :, 0], VALUES[0, :, 0], attention="read")
+def nearest_of_a_bank_alone(p, x, keys, values):
+    near, at = jax.lax.top_k(jnp.einsum("bqhd,nd->bqhn", cut(x @ p["q"]), keys), 2)
+    w = jax.nn.softmax(noted(near, -2))
+    y = jnp.einsum("bqhn,bqhnd->bqhd", w, values[at])
+    return end(p, x, y.reshape(B, T, D))
+
+
+# No keys: a table of codes, by which an expectation of numbers is taken.
+@case("q any; o 0|1; head head", BANK, X, array("codes", D, N), array("levels", N))
+def levels_of_a_table(p, x, codes, levels):
+    y = jax.nn.softmax((x @ p["q"]) @ codes) @ levels
+    return end(p, x, x * y[..., None])
+
+
+# The softmax is over the features of nodes, and the basis goes over its frequencies.
+@case("q o any; head head", BANK, X, array("basis", T, T), attention="none")
+def features_of_frequencies(p, x, basis):
+    features = jax.nn.softmax(jnp.einsum("fn,bnd->bfd", basis, x @ p["q"]))
+    return end(p, x, jnp.einsum("fn,bfd->bnd", basis, features))
+
+
+LAYERS = weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(2, D, D)) | weights(
+    head=(D, 3)
+)
+CACHES = array("caches", 2, B, N, H, K, scale=4.0), array("old", 2, B, N, H, K)
+
+
+@case("q k v o 1|2; head head", LAYERS, X, *CACHES, attention="read")
+def caches_of_layers_that_a_loop_runs(p, x, keys, values):
+    def layer(x, of):
+        p, keys, values = of
+        q, k, v = qkv(p, x)
+        w = soft(jnp.concatenate([scores(q, keys), scores(q, k)], -1))
+        y = mixed(w[..., :N], values) + mixed(w[..., N:], v)
+        return jnp.tanh(x + y @ p["o"]), None
+
+    layers = {name: p[name] for name in "qkvo"}
+    return jax.lax.scan(layer, x, (layers, keys, values))[0] @ p["head"]

@@ -298,12 +298,6 @@ def seen(p, record, pixels):
     return normed(x + mlp(p, normed(x)))[:, 0]
 
 
-@model(VISION | {"head": ((D, 7), "head")}, args=(PIXELS,), layers=("att",))
-def vit(p, record, pixels):
-    """Patches by a convolution, a learned token that is classified."""
-    return cross_entropy(seen(p, record, pixels) @ p["head"])
-
-
 @model(
     {f"i/{k}": v for k, v in VISION.items()}
     | {f"t/{k}": v for k, v in (EMBED | PROJECTIONS).items()}
