@@ -86,10 +86,7 @@ OTHERS = [page for page in PAGES if page != README]
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(README, marks=pytest.mark.always),
-        *few(OTHERS, *set(OTHERS) - LONG),
-    ],
+    [pytest.param(README, marks=pytest.mark.always), *few(OTHERS, *set(OTHERS) - LONG)],
     ids=name_of,
 )
 def test_python_runs_and_prints_what_the_page_says(page):

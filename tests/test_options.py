@@ -276,8 +276,7 @@ def test_injected_numbers_do_what_plain_ones_do():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint32, bool, jax.dtypes.float0])
 @pytest.mark.parametrize(
-    "make",
-    [mc.muon, mc.muonclip, lambda rate: mc.multi_steps(mc.muon(rate), 2)],
+    "make", [mc.muon, mc.muonclip, lambda rate: mc.multi_steps(mc.muon(rate), 2)]
 )
 def test_a_gradient_that_is_no_float_is_named(make, dtype):
     tx = make(1e-3)

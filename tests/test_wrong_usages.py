@@ -163,14 +163,8 @@ ARGUMENTS = {
         lambda **o: mc.scalars(mc.qk_clip().init(PARAMS), PARAMS, **o),
         {x: TREE_OR_NONE for x in ("attention", "model", "updates")} | {"heads": FLAG},
     ),
-    "param_labels": (
-        lambda **o: mc.param_labels(PARAMS, **o),
-        {"model": TREE_OR_NONE},
-    ),
-    "matrix_mask": (
-        lambda **o: mc.matrix_mask(PARAMS, **o),
-        {"model": TREE_OR_NONE},
-    ),
+    "param_labels": (lambda **o: mc.param_labels(PARAMS, **o), {"model": TREE_OR_NONE}),
+    "matrix_mask": (lambda **o: mc.matrix_mask(PARAMS, **o), {"model": TREE_OR_NONE}),
     "record_attention": (
         lambda **o: mc.record_attention(lambda p: (p["w"].sum(), 0), **o)({"w": KEY}),
         {"has_aux": FLAG, "strict": FLAG},
@@ -345,10 +339,7 @@ NO_LAYERS = "a function from params to one; got "
 def of_shapes(query, key, heads):
     """The clip of a layer with kernels of these shapes."""
     params = {
-        "attn": {
-            "query": {"kernel": jnp.ones(query)},
-            "key": {"kernel": jnp.ones(key)},
-        }
+        "attn": {"query": {"kernel": jnp.ones(query)}, "key": {"kernel": jnp.ones(key)}}
     }
     stats = {"attn": {"max_logits": jnp.ones(heads)}}
     return lambda: update(mc.muonclip(1e-3), params, params, stats)
@@ -465,14 +456,8 @@ WRONG = {
         lambda: normalized("linen"),
         "'layer_0/attention', 'layer_1/attention'.*normalized",
     ),
-    "QK-norm of Linen in the function": (
-        lambda: normalized("function"),
-        "normalized",
-    ),
-    "QK-norm of NNX": (
-        lambda: normalized("nnx"),
-        "'layers/0', 'layers/1'.*normalized",
-    ),
+    "QK-norm of Linen in the function": (lambda: normalized("function"), "normalized"),
+    "QK-norm of NNX": (lambda: normalized("nnx"), "'layers/0', 'layers/1'.*normalized"),
     "a direction of vectors": (
         lambda: mc.scale_by_muon().init(PARAMS | {"norm": {"scale": jnp.ones(2)}}),
         "'mlp/bias', 'norm/scale'.*matrix_mask",
@@ -636,10 +621,7 @@ WRONG = {
         )
         for stats in ({}, {"attn": {}})
     },
-    "no statistics": (
-        with_stats(None),
-        "needs attention_stats.*attention_stats=",
-    ),
+    "no statistics": (with_stats(None), "needs attention_stats.*attention_stats="),
     "no statistics for the function": (
         lambda: mc.clip_qk(PARAMS, None),
         "needs attention_stats",

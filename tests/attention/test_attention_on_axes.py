@@ -108,8 +108,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout",
-    few(LAYOUTS, "batch and heads", "more parts than key heads", "keys"),
+    "layout", few(LAYOUTS, "batch and heads", "more parts than key heads", "keys")
 )
 def test_explicit_axes(layout):
     kinds, specs = LAYOUTS[layout]

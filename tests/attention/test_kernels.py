@@ -27,12 +27,7 @@ class Layer(nn.Module):
             4,
             dropout_rate=self.dropout_rate,
             attention_fn=functools.partial(mc.attention_fn, kernel=self.kernel),
-        )(
-            x,
-            mask=nn.make_causal_mask(x[..., 0]),
-            sow_weights=True,
-            deterministic=False,
-        )
+        )(x, mask=nn.make_causal_mask(x[..., 0]), sow_weights=True, deterministic=False)
 
 
 def linen(kernel, params=None):

@@ -84,10 +84,7 @@ NUMBERS = {
     "mlp/(wi_0|wi_1|wo)/kernel": (-3, -1),
     "decoder/logits_dense/kernel": None,
 }
-HEADS = {
-    "(query|key|value)/kernel": (-4, (-2, -1)),
-    "out/kernel": ((-4, -2), -1),
-}
+HEADS = {"(query|key|value)/kernel": (-4, (-2, -1)), "out/kernel": ((-4, -2), -1)}
 
 
 def test_llama():

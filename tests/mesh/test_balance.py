@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import (
-    Cut,
-    groups_of,
-    MOST_SLOTS,
-    share_in_a_row,
-    share_out,
-)
+from internals import Cut, groups_of, MOST_SLOTS, share_in_a_row, share_out
 
 
 def route(batch=(), replicated=(), sharded=()):

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_zoo import CASES, GEMMA
-from helpers import (
-    clip_at_rest,
-    inputs,
-    largest,
-    linen_stats,
-    linen_variables,
-    more,
-)
+from helpers import clip_at_rest, inputs, largest, linen_stats, linen_variables, more
 from layers import latent_layer
 
 import muonclip_jax as mc

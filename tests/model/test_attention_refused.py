@@ -68,8 +68,7 @@ def test_norms_after_the_projections(kind, norm):
     attention, params = KINDS[kind]
     tx = mc.qk_clip(attention=attention)
     with pytest.raises(
-        ValueError,
-        match=rf"normalized after the projection \({norm}\).*mc\.read_model",
+        ValueError, match=rf"normalized after the projection \({norm}\).*mc\.read_model"
     ):
         tx.init({"block": {}, "attn": params | {norm: SCALE}})
     if callable(attention):

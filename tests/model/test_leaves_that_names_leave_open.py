@@ -66,10 +66,7 @@ OUTPUTS = {
         {"layers": [weight(4, 64), weight(64, 64), weight(64, 4)]},
         "layers/2/weight",
     ),
-    "as many classes as features": (
-        run("Dense_", 64, 128, 128, 128),
-        "Dense_2/kernel",
-    ),
+    "as many classes as features": (run("Dense_", 64, 128, 128, 128), "Dense_2/kernel"),
     "one layer alongside blocks": (
         {
             "block": {"up": dense(64, 256), "down": dense(256, 64)},
@@ -137,10 +134,7 @@ LAST_OF_THEIR_NETWORK = {
     ),
     "coupling in Haiku": (
         {
-            f"coupling_{i}/~/mlp/~/linear_{j}": {
-                "w": ones(*pair),
-                "b": ones(pair[1]),
-            }
+            f"coupling_{i}/~/mlp/~/linear_{j}": {"w": ones(*pair), "b": ones(pair[1])}
             for i in range(3)
             for j, pair in enumerate(itertools.pairwise((5, 64, 64, 10)))
         },
@@ -367,10 +361,7 @@ def by_entries(params, x):
 
 def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
     """Either opinion may be wrong: both are given, and the user decides."""
-    params = {
-        "Dense_0": {"kernel": ones(8, 16)},
-        "up": {"kernel": ones(16, 4)},
-    }
+    params = {"Dense_0": {"kernel": ones(8, 16)}, "up": {"kernel": ones(16, 4)}}
     reading = mc.read_model(by_entries, params, ones(8, 16))
     with pytest.raises(ValueError, match="cannot decide") as error:
         mc.muon(1e-3, model=reading).init(params)
@@ -390,10 +381,7 @@ def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
 
 
 def test_a_kernel_of_a_module_that_no_name_knows_is_what_the_reading_says():
-    params = {
-        "Gain_0": {"kernel": ones(8, 16)},
-        "up": {"kernel": ones(16, 4)},
-    }
+    params = {"Gain_0": {"kernel": ones(8, 16)}, "up": {"kernel": ones(16, 4)}}
 
     def loss(params, x):
         return by_entries({"Dense_0": params["Gain_0"], "up": params["up"]}, x)

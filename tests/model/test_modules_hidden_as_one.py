@@ -52,19 +52,13 @@ PARTS = {
 #: Entries for modules, and what takes them.
 PREFIXES = {
     "a clip": (MASK, lambda mask: optax.masked(mc.qk_clip(), mask)),
-    "muonclip": (
-        MASK,
-        lambda mask: optax.masked(mc.muonclip(0.1, **ONE_STEP), mask),
-    ),
+    "muonclip": (MASK, lambda mask: optax.masked(mc.muonclip(0.1, **ONE_STEP), mask)),
     "a direction": (
         MATRICES,
         lambda mask: optax.masked(mc.scale_by_muon(**ONE_STEP), mask),
     ),
     "a partition": (LABELS, lambda labels: optax.partition(PARTS, labels)),
-    "decay": (
-        MASK,
-        lambda mask: mc.muonclip(0.1, weight_decay_mask=mask, **ONE_STEP),
-    ),
+    "decay": (MASK, lambda mask: mc.muonclip(0.1, weight_decay_mask=mask, **ONE_STEP)),
     "numbers": (
         NUMBERS,
         lambda numbers: mc.muonclip(0.1, dimension_numbers=numbers, **ONE_STEP),

@@ -29,8 +29,7 @@ def naive(case: Case, leaf, rms=0.2):
 
 
 @pytest.mark.parametrize(
-    "name, rms",
-    few(ALL, ("fused, value whole", 0.2), ("heads of two sizes", None)),
+    "name, rms", few(ALL, ("fused, value whole", 0.2), ("heads of two sizes", None))
 )
 def test_each_piece_is_a_matrix_of_its_own(name, rms):
     case = CASES[name]
@@ -143,10 +142,7 @@ def test_wrong_sizes_at_construction(make, says):
             r"'w'.*the parts \[4, 5\] are 9 outputs, but the leaf has 12",
         ),
         (mc.MatrixAxes(0, 1, head_dim=5), "'w'.*head_dim=5 does not divide the 12"),
-        (
-            mc.MatrixAxes(1, (0, 2), head_dim=2),
-            "'w'.*adjacent axes, in order",
-        ),
+        (mc.MatrixAxes(1, (0, 2), head_dim=2), "'w'.*adjacent axes, in order"),
         (mc.MatrixAxes(1, 3), "'w'.*axis 3 is out of range"),
     ],
 )

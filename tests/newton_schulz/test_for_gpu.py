@@ -51,10 +51,7 @@ def test_float16_is_more_exact_than_bfloat16(name, spectrum, method):
     x = matrix_of(SPECTRA[spectrum], 96, 320)
     exact = polynomial_of(x, mc.NS_COEFFS[name])
     short = mc.newton_schulz(
-        jnp.float32(x),
-        coeffs=name,
-        method="standard",
-        dtype="bfloat16",
+        jnp.float32(x), coeffs=name, method="standard", dtype="bfloat16"
     )
     bound = relative_error(np.float64(short), exact)
     assert relative_error(for_gpu(x, name, method), exact) < bound

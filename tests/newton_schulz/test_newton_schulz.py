@@ -46,11 +46,7 @@ def relative_error(x, reference):
 def test_equals_the_composed_polynomial(shape, method, name):
     schedule = mc.NS_COEFFS[name]
     x = matrix_of(np.geomspace(1, 1e-2, min(shape)), *shape)
-    y = mc.newton_schulz(
-        jnp.asarray(x, jnp.float32),
-        coeffs=name,
-        method=method,
-    )
+    y = mc.newton_schulz(jnp.asarray(x, jnp.float32), coeffs=name, method=method)
     assert relative_error(y, polynomial_of(x, schedule)) < 2e-4
 
 

@@ -49,8 +49,7 @@ def test_by_layer_and_head_over_time():
     state = run(mc.muonclip(0.0), [firing((2, 1)), firing((0, 0)), CALM, CALM])
     found = numbers_of(state)
     np.testing.assert_array_equal(
-        of_heads(found, "steps_since_clip", "deep/layers"),
-        [[2, -1], [-1, -1], [-1, 3]],
+        of_heads(found, "steps_since_clip", "deep/layers"), [[2, -1], [-1, -1], [-1, 3]]
     )
     of_head = [of_heads(found, x, "head") for x in ("steps_since_clip", "max_logit")]
     np.testing.assert_array_equal(of_head, [[-1] * 4, [7.0] * 4])

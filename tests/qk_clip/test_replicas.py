@@ -38,11 +38,7 @@ def test_the_maximum_survives_a_checkpoint_between_micro_batches(way, check):
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P("x")),
-        out_specs=P(),
-        check_vma=check,
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("x")), out_specs=P(), check_vma=check
     )
     def step(state, logits):
         stats = {"a": {"max_logits": logits[0]}}

@@ -112,12 +112,7 @@ def experts_by_one_hot_rows_twice(p, x):
 # Attention.
 
 
-@case(
-    SAYS + "; features any",
-    one(features=(K, 8)),
-    X,
-    attention="maybe",
-)
+@case(SAYS + "; features any", one(features=(K, 8)), X, attention="maybe")
 def random_features(p, x):
     """Performer: the query's own kernel makes no key of relative positions."""
     features = jax.lax.stop_gradient(p["features"])

@@ -2,18 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from pieces_of_cases import (
-    array,
-    B,
-    C,
-    case,
-    D,
-    F,
-    gains,
-    T,
-    weights,
-    X,
-)
+from pieces_of_cases import array, B, C, case, D, F, gains, T, weights, X
 
 
 IMAGE = array("image", B, 6, 6, 4)

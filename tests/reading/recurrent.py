@@ -238,11 +238,7 @@ def _recurrent_leaves():
         "linear_y": _with_bias(D, LRU),
         "linear_out": _with_bias(LRU, D),
         "conv_1d": {"w": vector(4, LRU), "b": vector(LRU)},
-        "rg_lru": {
-            "a_param": vector(LRU),
-            "input_gate": _gates(),
-            "a_gate": _gates(),
-        },
+        "rg_lru": {"a_param": vector(LRU), "input_gate": _gates(), "a_gate": _gates()},
     }
 
 

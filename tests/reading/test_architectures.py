@@ -22,7 +22,7 @@ KNOWN = {
         f"layers/{i}/{of}_hyper_connection/dynamic_alpha_fn"
         for i in range(2)
         for of in ("attn", "ffn")
-    },
+    }
 }
 
 

@@ -132,12 +132,7 @@ def test_convolutions_by_their_kernel():
 
         def conv(x, w, groups):
             return jax.lax.conv_general_dilated(
-                x,
-                w,
-                (1, 1),
-                "SAME",
-                dimension_numbers=dims,
-                feature_group_count=groups,
+                x, w, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=groups
             )
 
         x = jax.nn.relu(conv(x, p["plain"], 1))
