@@ -20,6 +20,7 @@ from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._matrices.stacks import Matrices, matrix_view, MatrixView
 from muonclip_jax._mesh.exchange import (
     Cut,
+    cut_of,
     groups_of,
     MOST_SLOTS,
     share_in_a_row,

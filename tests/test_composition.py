@@ -249,6 +249,19 @@ def test_scan_over_steps_and_donation_equal_single_steps():
     chex.assert_trees_all_close(carry[0], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_second_step_does_not_trace_again():
+    tx = mc.muonclip(1e-2)
+
+    @chex.assert_max_traces(1)
+    def step(params, state):
+        updates, state = tx.update(GRADS, state, params, attention_stats=STATS)
+        return optax.apply_updates(params, updates), state
+
+    jitted, carry = jax.jit(step), (PARAMS, tx.init(PARAMS))
+    for _ in range(3):
+        carry = jitted(*carry)
+
+
 def test_linen_train_state_with_the_function_form():
     x, model = inputs(), LinenModel()
     params = linen_variables(model, x)["params"]

@@ -1,7 +1,11 @@
 """Which device owns which matrix: the work is even."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import Cut, groups_of, MOST_SLOTS, share_in_a_row, share_out
@@ -78,3 +82,39 @@ def test_devices_without_a_large_matrix_take_the_small_ones():
     assert (258 * squares + 601 * large + 9 * small).max() == 601
     assert large.max() == 1 and squares.max() == 2
     assert not (large * (squares + small)).any()
+
+
+PLAN = """
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from internals import cut_of, groups_of, matrix_view, share_out
+
+mesh = dict(data=2, fsdp=2, tensor=2, expert=2, layer=2)
+view = matrix_view((4, 8, 16), MuonDimensionNumbers(1, 2))
+specs = [
+    P(("layer", "expert"), ("tensor", "fsdp")),
+    P(None, ("expert", "fsdp"), ("data", "layer")),
+    P(),
+]
+cuts = [cut_of(view, spec, mesh) for spec in specs]
+stacks = [(9, cost, groups_of(cut, mesh)) for cost, cut in zip([3.0, 5.0, 2.0], cuts)]
+for cut, stack, share in zip(cuts, stacks, share_out(stacks, 32)):
+    print(cut, stack[2].tolist(), share.counts.tolist(), share.slots, sep="\\n")
+"""
+
+
+@pytest.mark.more
+def test_the_same_on_every_process():
+    """Each process plans by itself, and names hash otherwise in each."""
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", PLAN],
+            env=script_environment() | {"PYTHONHASHSEED": seed},
+            cwd=ROOT / "tests",
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(plans) == 1 and "batch=('expert', 'layer')" in plans.pop()

@@ -128,6 +128,18 @@ def test_same_as_on_one_device(layout, types, told):
         assert_where(tree, shardings)
 
 
+def test_pmap_without_a_name_of_the_axis():
+    """Every device updates what it sees."""
+    tx, (grads, params) = make(), map(random_tree, (1, 0))
+    arguments = grads, tx.init(params), params
+    repeated = jax.tree.map(lambda x: np.stack([x] * 8), arguments)
+    results, _ = jax.pmap(tx.update, axis_name="data")(*repeated)
+    expected, _ = tx.update(*arguments)
+    for device in (0, 7):
+        found = jax.tree.map(lambda x, i=device: x[i], results)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def traffic(compiled):
     # Loops over a device's share run once or so; what they hold is what counts.
     trips = {f"stack{i}": 1 for i in range(8)}

@@ -13,10 +13,10 @@ FIRST = int(os.environ.get("MUONCLIP_FUZZ_SEED", "0"))
 BLOCK = 5
 
 
-def family(check, cases, quick=0, always=BLOCK):
-    """The test that calls `check(seed)` for so many seeds, slow but for the first.
+def family(check, cases, quick=BLOCK, always=0):
+    """The test that calls `check(seed)` for so many seeds.
 
-    Of `quick` seeds `pytest` alone runs the first, as many as `always`, `.ci/run` all.
+    `.ci/run` runs the first, as many as `quick`; `pytest` alone as many as `always`.
     """
 
     def test(seeds):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import few, naive_logits, normal, one_at_a_time
 from internals import cudnn, largest_by_sums
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
@@ -133,6 +134,25 @@ def _copied_backward(mask_value, residuals, g):
 
 
 _copied.defvjp(_copied_forward, _copied_backward)
+
+
+def test_a_kernel_of_pallas_that_nobody_taught_is_refused():
+    def kernel(q, k, v, out):
+        logits = jnp.dot(q[...], k[...].T)
+        weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+        out[...] = jnp.dot(weights / weights.sum(-1, keepdims=True), v[...])
+
+    def loss(p, x):
+        query, key, value = (y[0, :, 0] for y in heads(p, x))
+        call = pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+            interpret=True,
+        )
+        return jnp.sum(call(query, key, value))
+
+    (refused,) = mc.read_model(loss, PARAMS, X).refused
+    assert "which may be attention" in refused and "test_kernels_read.py" in refused
 
 
 def test_a_copy_of_splash_attention_is_taught():
