@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_calls import called, CALLS
@@ -14,13 +15,16 @@ import muonclip_jax as mc
 BATCH, WIDTH = 4, 2
 
 
-def recorded(query, key, value, kernel=None, **options):
+def recorded(query, key, value, **options):
     """What `attention_fn` returns, and what it sows."""
-    layer = nnx.Module()
-    output = mc.attention_fn(
-        query, key, value, module=layer, kernel=kernel, deterministic=True, **options
-    )
-    return output, layer.max_logits[...]
+
+    def call(layer):
+        options["module"] = layer
+        return mc.attention_fn(query, key, value, deterministic=True, **options)
+
+    output, sown = nnx.capture(call, nnx.Intermediate)(nnx.Module())
+    (statistic,) = jax.tree.leaves(sown)
+    return output, statistic
 
 
 def by_flax(query, key, value, **options):
