@@ -128,14 +128,14 @@ def logs(
                 run.send_signal(signal.SIGKILL)
             if run.wait() not in (0, -signal.SIGKILL):
                 raise SystemExit(Path(folder, "output").read_text()[-2000:])
-            found.append(lines(log))
+            found.append([json.loads(line) for line in lines(log)])
     return found
 
 
-def lines(log: Path) -> list[dict[str, Any]]:
+def lines(log: Path) -> list[str]:
     """The whole lines of a log, which may be growing."""
     text = log.read_text() if log.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def measured(
