@@ -127,6 +127,11 @@ def normal(seed, *shape, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
     return jax.device_put(np.asarray(draw, dtype))
 
 
+def is_numbers(x) -> bool:
+    """Whether a node of a tree of dimension numbers is a leaf of it."""
+    return x is None or isinstance(x, mc.MuonDimensionNumbers)
+
+
 def ones(*shape, dtype=jnp.float32) -> jax.Array:
     """Made by NumPy, for the same reason: modules that tests import run no program."""
     return jax.device_put(np.ones(shape, dtype))

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import as_pure, randomize
+from helpers import as_pure, is_numbers, randomize
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -74,7 +74,7 @@ def test_entries_for_modules_are_entries_for_all_their_leaves(name, is_called):
         lambda entry, part: jax.tree.map(lambda _: entry, part),
         entries,
         PARAMS,
-        is_leaf=lambda x: x is None or isinstance(x, Numbers),
+        is_leaf=is_numbers,
     )
     params, grads = randomize(PARAMS), randomize(PARAMS, 1)
 

@@ -11,6 +11,7 @@ import pytest
 from containers import Module, named_tuple, registered, struct, variables
 from flax import nnx
 from flax.core import freeze
+from helpers import is_numbers
 from internals import paths
 
 import muonclip_jax as mc
@@ -57,9 +58,6 @@ def test_the_same_is_said_and_done_in_each(make):
     def nested(make):
         return [{"value": attention(make)}, (attention(make),)]
 
-    def is_entry(x):
-        return x is None or isinstance(x, mc.MuonDimensionNumbers)
-
     def by_path(tree, values):
         return dict(zip(paths.flatten(tree).paths, values, strict=True))
 
@@ -68,7 +66,7 @@ def test_the_same_is_said_and_done_in_each(make):
     assert rows.count("4 x 16 x 8") == 6 and rows.count("1 x 32 x 16") == 2
     assert sorted(rows.split("\n")) == sorted(mc.describe(plain).split("\n"))
     said, plainly = (
-        by_path(x, jax.tree.leaves(mc.flax_dimension_numbers(x), is_leaf=is_entry))
+        by_path(x, jax.tree.leaves(mc.flax_dimension_numbers(x), is_leaf=is_numbers))
         for x in (tree, plain)
     )
     assert said == plainly and None in said.values()

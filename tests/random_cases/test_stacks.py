@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers import is_numbers
 from optax.contrib import MuonDimensionNumbers
 from seeds import chance, family, pick, told
 
@@ -42,10 +43,6 @@ def is_shape(x):
     return isinstance(x, tuple)
 
 
-def is_entry(x):
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
 def place(axis, rank):
     """Where the layers are in a leaf that has so many axes with them."""
     if rank == 1:
@@ -78,7 +75,7 @@ def abstract(shapes):
 
 def numbers_of(shapes, **options):
     found = mc.flax_dimension_numbers(abstract(shapes), **options)
-    return jax.tree.leaves(found, is_leaf=is_entry)
+    return jax.tree.leaves(found, is_leaf=is_numbers)
 
 
 def check(seed):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architectures import ARCHITECTURES
-from helpers import few, normal
-from optax.contrib import MuonDimensionNumbers
+from helpers import few, is_numbers, normal
 from written_out import Leaf, Seen
 
 import muonclip_jax as mc
@@ -50,7 +49,7 @@ def said(leaves, labels, numbers):
         return axes % rank if isinstance(axes, int) else tuple(i % rank for i in axes)
 
     labels = flat(labels)
-    numbers = flat(numbers, lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+    numbers = flat(numbers, is_numbers)
     return {
         path: Leaf(
             leaf.shape,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import is_numbers
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -32,7 +33,7 @@ def said(fun, params, *args):
         jax.tree_util.tree_leaves_with_path(reading.labels),
         jax.tree.leaves(
             reading.dimension_numbers,
-            is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+            is_leaf=is_numbers,
         ),
         strict=True,
     ):
