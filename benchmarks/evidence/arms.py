@@ -1,4 +1,4 @@
-"""What tuned arms come to: the best run of each, repeated over seeds."""
+"""Tuned arms: the best run of each, repeated over seeds."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ class Trained(NamedTuple):
         return losses(self.results[arm])
 
     def over(self, arm: Any, base: Any) -> Interval:
-        """What an arm adds to the loss of another."""
+        """The loss of an arm over that of another."""
         return paired(self.losses(arm), self.losses(base))
 
 

@@ -94,7 +94,7 @@ def walk(lab: Lab, plan: Plan, corpus: str) -> dict[str, Run]:
 
 
 def gained(trained: Trained, arm: str) -> Interval:
-    """What a candidate adds to the loss of its base."""
+    """The loss of a candidate over that of its base."""
     return trained.over(arm, BASES[arm])
 
 

@@ -47,12 +47,12 @@ Key = tuple[str, str]  # the text and the optimizer of the training before
 
 
 def gained(m: Trained, arm: str) -> Interval:
-    """What the arm adds to the loss on the new text that AdamW's comes to."""
+    """The loss of an arm on the new text, over that of the same by AdamW."""
     return m.over(arm, BASES[arm])
 
 
 def forgotten(m: Trained, arm: str) -> Interval:
-    """What fine-tuning adds to the loss on the old text."""
+    """The loss on the old text, over that before fine-tuning."""
     return interval([b - a for a, b in (r["forgotten"] for r in m.results[arm])])
 
 

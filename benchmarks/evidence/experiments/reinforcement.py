@@ -43,7 +43,7 @@ GRID = dict(learning_rate=RATES)
 
 
 def rewards(m: Trained, arm: str) -> list[float]:
-    """Of the last tenth of the updates."""
+    """The mean reward in the last tenth of the updates, seed by seed."""
     return [-loss for loss in m.losses(arm)]
 
 
