@@ -17,7 +17,7 @@ from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
 from .marks import distinct, is_varied, marks_along, numbered, union_along, varied
 from .numbers import Lead
-from .primitives import moves, shared
+from .primitives import Kind, moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, sites_of, Unclear
 from .softmaxes import Product, Route, Softmaxes
@@ -212,7 +212,7 @@ class LayerReader:
     def _read_product(self, product: Product) -> None:
         """Notes which parameters scale the sides of a product, along its heads."""
         layer, facts = self.layer, self.softmaxes.facts
-        if product.eqn.name == "sub":
+        if product.eqn.kind is Kind.DIFFERENCE:
             self.refusals.append(
                 f"query and key are subtracted at {product.eqn.line}, and their "
                 "distance squared"
@@ -285,7 +285,7 @@ class LayerReader:
 
         for eqn, i, (marks, *_) in path.factors:
             atom = eqn.inputs()[i]
-            if eqn.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
+            if eqn.kind is Kind.PRODUCT and self.softmaxes.facts.of(atom).is_weight:
                 marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
                 marks = dict(moves(eqn, 0))[i](marks)
                 # Trips are layers here, as they are for the sides of a product.

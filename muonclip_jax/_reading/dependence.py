@@ -14,7 +14,7 @@ import numpy as np
 from .facts import Fact, Facts, members
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import Marks
-from .primitives import moves
+from .primitives import Kind, moves
 
 
 class Use(NamedTuple):
@@ -84,5 +84,5 @@ class Dependence:
 
     def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
         seen = fact.weights | fact.mixed | fact.sums | fact.shares
-        seen |= fact.products if eqn.name == "reduce_max" else 0
+        seen |= fact.products if eqn.kind is Kind.EXTREME else 0
         return bool(seen & self._attention)

@@ -7,15 +7,14 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import assert_never, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
-from .jaxprs import names
-from .primitives import KNOWN, PRODUCTS, RANDOM
+from .primitives import Kind
 
 
 class Fact(NamedTuple):
@@ -90,9 +89,6 @@ class Fact(NamedTuple):
 
 
 DATA = Fact(has_data=True)
-
-# Equations that return indices of entries; some return the entries, too.
-_ORDERS = names("sort top_k approx_top_k argmax argmin")
 
 
 def union(bits: Iterable[int]) -> int:
@@ -183,25 +179,70 @@ class Facts(Forward[Fact]):
     # Equations.
 
     def primitive(self, eqn: Eqn) -> Fact:
-        inputs, name = self.inputs(eqn), eqn.name
-        if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
+        inputs, kind = self.inputs(eqn), eqn.kind
+        if kind is Kind.PICKED and inputs[0].is_weight:
             return self._picked(eqn, inputs)
         out = self._mixed(eqn, inputs)
         if eqn.is_product:
             return self._product(eqn, inputs, out)
-        if name not in KNOWN and out.is_weight:
+        if not kind.is_known and out.is_weight:
             return self._met(eqn, out)._replace(is_deep=True)
-        if name in RANDOM:
-            return Fact(has_data=out.has_data)
-        if name in _SAME and inputs:
-            return inputs[0]
-        if name in _ONLY_FIRST:
-            of = inputs[0]
-            out = out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
         if _is_onehot(eqn, inputs):
             out = out._replace(is_onehot=True)
-        rule = _RULES.get(name)
-        return rule(self, eqn, inputs, out) if rule else out
+        match kind:
+            case Kind.SAME:
+                return inputs[0]
+            case Kind.STOPPED:
+                return inputs[0]._replace(trained=0)
+            case Kind.GENERATED:
+                return Fact(has_data=out.has_data)
+            case Kind.COUNTER:
+                return Fact(is_counter=True)
+            case Kind.REPEATED:
+                old, new = (math.prod(x.shape) for x in (eqn.inputs()[0], eqn.output()))
+                is_new = out.is_weight and old < new
+                return out._replace(is_spread=out.is_spread or is_new)
+            case Kind.PICKED:
+                # An index only says where: the logits are those of the first operand.
+                return _with_logits_of(inputs[0], out)
+            case Kind.SUM | Kind.DIFFERENCE | Kind.LARGER:
+                return self._sum(eqn, inputs, out)
+            case Kind.PRODUCT | Kind.CONTRACTION:
+                return self._times(eqn, inputs, out)
+            case Kind.QUOTIENT:
+                a, b = inputs
+                out = _with_logits_of(a, out)
+                return out._replace(shares=a.shares | a.weights & b.sums)
+            case Kind.EXPONENTIAL:
+                return out._replace(weights=out.weights | inputs[-1].products)
+            case Kind.LOGARITHM:  # as in softplus, which is no exponential
+                return out._replace(weights=0, mixed=0)
+            case Kind.EXTREME:  # a maximum of logits is a number to subtract
+                return out._replace(**_NO_LOGITS)
+            case Kind.TOTAL:
+                return self._total(eqn, out)
+            case (
+                Kind.PERMUTED
+                | Kind.CUT
+                | Kind.JOINED
+                | Kind.CHOICE
+                | Kind.LINEAR
+                | Kind.POWER
+                | Kind.SOFTCAP
+                | Kind.BENT
+                | Kind.EQUAL
+                | Kind.FOLDED
+                | Kind.SCATTERED
+                | Kind.MIXED
+                | Kind.ORDER
+                | Kind.WINNER
+                | Kind.EXCHANGED
+                | Kind.ALGEBRA
+                | Kind.UNKNOWN
+            ):
+                return out
+            case _:
+                assert_never(kind)
 
     def weight_of(self, eqn: Eqn) -> int | None:
         """Returns which operand is the weight for the other; `None` for neither."""
@@ -260,7 +301,7 @@ class Facts(Forward[Fact]):
         as an activation only where it meets another kernel in a product.
         """
         data = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f == DATA]
-        is_sum = eqn.name in ("add", "sub")
+        is_sum = eqn.kind in (Kind.SUM, Kind.DIFFERENCE)
         return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, eqn: Eqn, inputs: list[Fact]) -> bool:
@@ -280,6 +321,64 @@ class Facts(Forward[Fact]):
         self.products[bit] = eqn
         return bit
 
+    def _times(self, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+        (a, b), (x, y) = inputs, eqn.inputs()
+        if a.is_deep and b.is_deep and x.var is not y.var:
+            # After a sum it is a product of query and key, written out.
+            out = out._replace(pairs=out.pairs | self.new_product(eqn))
+        # A partial sum is rescaled before the next part is added.
+        shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
+        shares |= out.shares
+        return out._replace(shares=shares)
+
+    def _sum(self, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+        """Returns the fact of a sum; a residual sum resets `ends`.
+
+        In a residual sum one summand depends on the other; the later one's layers write
+        the output.
+        """
+        is_sum = eqn.kind is Kind.SUM
+        if is_sum and out.is_deep and _is_straight_through(self, eqn):
+            out = out._replace(is_onehot=True)
+        deep = [x for x in inputs if x.is_deep]
+        shape = eqn.output().shape
+        if len(deep) != 2 or math.prod(shape) == 1:
+            return out  # one number is a sum of losses, not of layers
+        is_difference = eqn.kind is Kind.DIFFERENCE
+        if is_difference and all(x.shape != shape for x in eqn.inputs()):
+            # Differences of all pairs: the sum of their squares contains a product.
+            out = out._replace(pairs=out.pairs | self.new_product(eqn))
+        # A sum of exponentials, computed piece by piece or trip by trip.
+        one, other = (x.alone for x in deep)
+        if is_sum and one and other:
+            out = out._replace(sums=out.sums | one | other)
+        a, b = (x.ends for x in deep)
+        # If no layer wrote a summand, all events before it count as its writers.
+        is_after = self.before(a) & (b or deep[1].past)
+        is_before = self.before(b) & (a or deep[0].past)
+        if a == b or not (is_after or is_before):
+            return out
+        first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
+        own = (b, a)[bool(is_after)]
+        # The norm in a distance is one number for all outputs, possibly after a
+        # parameter was added to it. Then no layer made the earlier summand.
+        graph = self.graph
+        made = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
+        parts = [x for of in made for x in of.inputs() if self.of(x).is_deep] or [first]
+        is_one = (
+            x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
+            for x in parts
+        )
+        return out._replace(ends=own if all(is_one) else 0)
+
+    def _total(self, eqn: Eqn, out: Fact) -> Fact:
+        """Returns the fact of a sum along dimensions."""
+        is_whole = len(eqn.output().shape) < len(eqn.inputs()[0].shape)
+        if is_whole and out.pairs and not out.weights:
+            out = out._replace(products=out.pairs, pairs=0)
+        sums = out.sums | out.unshared
+        return out._replace(sums=sums, weights=out.weights & out.shares)
+
     def _mixed(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of several values that are combined entry by entry."""
         out = _union(inputs)
@@ -294,7 +393,7 @@ class Facts(Forward[Fact]):
         if (
             weights
             and not union(x.leaves for x in deep) & ~weights
-            and eqn.name in ("mul", "div")
+            and eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT)
             and self._is_of_norms(eqn, inputs)
         ):
             # A weight divided by its norm, computed with a vector from the arguments:
@@ -319,8 +418,8 @@ def is_choice(eqn: Eqn, atom: Atom) -> bool:
     Other integers may be logits, as 8-bit products are.
     """
     dtype = atom.var.aval.dtype
-    is_index = eqn.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
-    return dtype == jnp.bool_ or is_index
+    is_order = eqn.kind in (Kind.ORDER, Kind.WINNER)
+    return dtype == jnp.bool_ or (is_order and not jnp.issubdtype(dtype, jnp.inexact))
 
 
 _OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
@@ -328,60 +427,14 @@ _OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
 _NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
+def _with_logits_of(operand: Fact, fact: Fact) -> Fact:
+    """Returns a fact with the products of one operand alone."""
+    return fact._replace(**{name: getattr(operand, name) for name in _OF_PRODUCTS})
+
+
 def _union(facts: Sequence[Fact]) -> Fact:
     joined = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
     return Fact._make(joined)._replace(is_onehot=False, is_counter=False)
-
-
-# Primitives whose result has other facts than `_mixed` returns.
-
-
-def _times(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    (a, b), (x, y) = inputs, eqn.inputs()
-    if a.is_deep and b.is_deep and x.var is not y.var:
-        # After a sum it is a product of query and key, written out.
-        out = out._replace(pairs=out.pairs | facts.new_product(eqn))
-    # A partial sum is rescaled before the next part is added.
-    shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
-    shares |= out.shares
-    return out._replace(shares=shares)
-
-
-def _sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Returns the fact of a sum; a residual sum resets `ends`.
-
-    In a residual sum one summand depends on the other; later layers write the output.
-    """
-    if eqn.name == "add" and out.is_deep and _is_straight_through(facts, eqn):
-        out = out._replace(is_onehot=True)
-    deep = [x for x in inputs if x.is_deep]
-    shape = eqn.output().shape
-    if len(deep) != 2 or math.prod(shape) == 1:
-        return out  # one number is a sum of losses, not of layers
-    if eqn.name == "sub" and all(x.shape != shape for x in eqn.inputs()):
-        # Differences of all pairs: the sum of their squares contains a product.
-        out = out._replace(pairs=out.pairs | facts.new_product(eqn))
-    # A sum of exponentials, computed piece by piece or trip by trip.
-    one, other = (x.alone for x in deep)
-    if eqn.name in ("add", "add_any") and one and other:
-        out = out._replace(sums=out.sums | one | other)
-    a, b = (x.ends for x in deep)
-    # If no layer wrote a summand, all events before it count as its writers.
-    is_after = facts.before(a) & (b or deep[1].past)
-    is_before = facts.before(b) & (a or deep[0].past)
-    if a == b or not (is_after or is_before):
-        return out
-    first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
-    own = (b, a)[bool(is_after)]
-    # The norm in a distance is one number for all outputs, possibly after a parameter
-    # was added to it. Then no layer made the earlier summand.
-    graph = facts.graph
-    made = [x for x in graph.made_by(first) if x.name == "add"]
-    parts = [x for of in made for x in of.inputs() if facts.of(x).is_deep] or [first]
-    is_one = (
-        x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x) for x in parts
-    )
-    return out._replace(ends=own if all(is_one) else 0)
 
 
 def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
@@ -390,76 +443,25 @@ def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
     def makers(atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array, past any `stop_gradient`."""
         made = facts.graph.made_by(atom)
-        is_stopped = [x.name for x in made] == ["stop_gradient"]
+        is_stopped = [x.kind for x in made] == [Kind.STOPPED]
         return makers(made[0].inputs()[0]) if is_stopped else made
 
     for x, y in (eqn.inputs(), eqn.inputs()[::-1]):
         for of in makers(y):
-            rows, *less = of.inputs() if of.name == "sub" else [y]
+            rows, *less = of.inputs() if of.kind is Kind.DIFFERENCE else [y]
             if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
                 return True
     return False
 
 
-def _exponential(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return out._replace(weights=out.weights | inputs[-1].products)
-
-
-def _reduce_sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    if out.pairs and not out.weights:
-        out = out._replace(products=out.pairs, pairs=0)
-    return _running_sum(facts, eqn, inputs, out)
-
-
-def _running_sum(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    sums = out.sums | out.unshared
-    return out._replace(sums=sums, weights=out.weights & out.shares)
-
-
-def _quotient(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    a, b = inputs
-    return out._replace(shares=a.shares | a.weights & b.sums)
-
-
-def _broadcast(facts: Facts, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    old, new = (math.prod(x.shape) for x in (eqn.inputs()[0], eqn.output()))
-    return out._replace(is_spread=out.is_spread or (out.is_weight and old < new))
-
-
 def _is_onehot(eqn: Eqn, inputs: list[Fact]) -> bool:
     """Whether rows have a single entry that is not 0: `index == arange(n)`."""
-    name, rows = eqn.name, [x.is_onehot for x in inputs]
-    if name == "eq":
+    rows = [x.is_onehot for x in inputs]
+    if eqn.kind is Kind.EQUAL:
         return any(x.is_counter for x in inputs)
-    if name == "select_n":
+    if eqn.kind is Kind.CHOICE:
         pairs = zip(rows, eqn.inputs(), strict=True)
         cases = [is_one for is_one, atom in [*pairs][1:] if atom.number != 0]
         return rows[0] or (bool(cases) and all(cases))
-    is_mask = name in ("and", "mul") and any(rows)
+    is_mask = (eqn.kind is Kind.PRODUCT or eqn.name == "and") and any(rows)
     return is_mask and any(not (x.is_deep or x.is_onehot) for x in inputs)
-
-
-def _clear(*fields: str) -> Any:
-    return lambda facts, eqn, inputs, out: out._replace(**dict.fromkeys(fields, 0))
-
-
-# These change no facts, and these have the logits of their first operand alone: an
-# index or a denominator only depends on others.
-_SAME = names("convert_element_type copy reshape squeeze")
-_ONLY_FIRST = names("gather dynamic_slice div")
-
-_RULES: dict[str, Any] = {
-    **dict.fromkeys(["mul", *PRODUCTS], _times),
-    **dict.fromkeys(["add", "sub", "add_any", "max", "min"], _sum),
-    **dict.fromkeys(["exp", "exp2", "pow"], _exponential),
-    # A logarithm, as in softplus, is no exponential.
-    **dict.fromkeys(["log", "log1p"], _clear("weights", "mixed")),
-    # A maximum of logits is a number to subtract.
-    **dict.fromkeys(["reduce_max", "reduce_min"], _clear(*_OF_PRODUCTS)),
-    "reduce_sum": _reduce_sum,
-    "cumsum": _running_sum,
-    "div": _quotient,
-    **dict.fromkeys(["broadcast_in_dim", "tile"], _broadcast),
-    "stop_gradient": lambda facts, eqn, inputs, out: inputs[0]._replace(trained=0),
-    "iota": lambda facts, eqn, inputs, out: Fact(is_counter=True),
-}

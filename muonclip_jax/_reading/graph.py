@@ -27,8 +27,11 @@ from .marks import (
     union_along,
 )
 from .numbers import Lead, Number, number_of
-from .primitives import Moves, moves, PRODUCTS, shared, sides
+from .primitives import Kind, kind_of, Moves, moves, shared, sides, TABLE
 
+
+#: Kinds whose results may differ where their operands are copies.
+_NO_COPIES = (*(Kind.CONTRACTION, Kind.TOTAL, Kind.EXTREME, Kind.MIXED, Kind.FOLDED),)
 
 #: Marks of one array, which go back together.
 AllMarks = tuple[Marks, ...]
@@ -83,6 +86,7 @@ class Eqn:
     def __init__(self, frame: "Frame", i: int):
         self.frame, self.i, self.jaxpr_eqn = frame, i, frame.jaxpr.eqns[i]
         self.name: str = self.jaxpr_eqn.primitive.name
+        self.kind = kind_of(self.name)
         self._inputs = [frame.atom(x) for x in self.jaxpr_eqn.invars]
         self._outputs = [frame.atom(x) for x in self.jaxpr_eqn.outvars]
         self.known_moves: dict[int, Moves] = {}  # see `moves`
@@ -123,6 +127,12 @@ class Eqn:
         return sides(self.jaxpr_eqn)
 
     @functools.cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The dimensions of the first operand along which it combines entries."""
+        params, rank = self.jaxpr_eqn.params, len(self.inputs()[0].shape)
+        return tuple(d % rank for d in TABLE[self.name].axes(params, rank))
+
+    @functools.cached_property
     def shared(self) -> set[int]:
         """The dimensions of a product that both of its operands have."""
         return shared(self.to)
@@ -136,7 +146,7 @@ class Eqn:
         """
         if self.name == "dot_general":
             return not any(map(self.shared.issuperset, self.to))
-        return self.name in PRODUCTS
+        return self.kind is Kind.CONTRACTION
 
     @property
     def contracted(self) -> list[tuple[int, int]]:
@@ -340,8 +350,8 @@ class Graph:
 
         def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
             eqn, back = origin.eqn, []
-            if eqn and depth < 9 and eqn.name not in PRODUCTS:
-                back = [] if eqn.name.startswith("reduce_") else moves(eqn, origin.k)
+            if eqn and depth < 9 and eqn.kind not in _NO_COPIES:
+                back = moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
             # callers rely on copies, so these must be certain. Nor does what a gather
             # picks: each index has entries of its own.

@@ -9,6 +9,7 @@ import numpy as np
 from .facts import union
 from .graph import AllMarks
 from .marks import distinct, is_varied, Marks, marks_along, numbered, varied
+from .primitives import Kind
 from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
@@ -52,7 +53,7 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     distinguishes positions instead. Learned tokens without a kernel do the same; the
     other side does not have their positions.
     """
-    over = [d for d, _ in product.over] if product.eqn.name == "mul" else []
+    over = [d for d, _ in product.over] if product.eqn.kind is Kind.PRODUCT else []
     gone = product.keys | {product.lead + d for d in over}
     sizes = {a: n for a, n in product.sizes.items() if n > 1 and a not in gone}
     chosen = _axes_of(scaling, product, order, sizes)

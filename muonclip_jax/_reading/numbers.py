@@ -3,8 +3,6 @@
 A loop's counter is known to be the number of the trip, though not its value.
 """
 
-import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +10,7 @@ from jax.extend.core import Literal
 
 from . import jaxprs
 from .jaxprs import Address
+from .primitives import Kind, TABLE
 
 
 class Lead(NamedTuple):
@@ -29,19 +28,8 @@ class Lead(NamedTuple):
 #: A number, the trips of a loop that counts from zero, or `None` if not known.
 Number = int | float | Lead | None
 
-_ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": lambda a, b: a / b if b else None,
-    "lt": operator.lt,
-    "ge": operator.ge,
-    "max": max,
-    "min": min,
-    "select_n": lambda which, *cases: cases[int(which)],
-    "clamp": lambda low, x, high: min(max(x, low), high),
-}
-_AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"]
+#: Kinds of primitives that leave a number as it is.
+_AS_IT_IS = (Kind.SAME, Kind.REPEATED)
 
 
 def number_of(atom: Any) -> Number:
@@ -57,22 +45,23 @@ def number_of(atom: Any) -> Number:
     if var in frame.place:
         return _of_input(atom)
     eqn, k = frame.made[var]
-    if eqn.name in _AS_IT_IS:
+    if eqn.kind in _AS_IT_IS:
         return number_of(eqn.inputs()[0])
     if eqn.inside:
         (one, *others) = eqn.inside
         return number_of(one.outputs[k]) if one.kind == "call" and not others else None
-    if eqn.name not in _ON_NUMBERS:
+    function = TABLE[eqn.name].number if eqn.name in TABLE else None
+    if function is None:
         return None
     values = [number_of(x) for x in eqn.inputs()]
-    if eqn.name in ("select_n", "clamp", "max", "min"):
+    if eqn.kind in (Kind.CHOICE, Kind.LARGER) or eqn.name == "clamp":
         # JAX turns an index into `where(i < 0, i + n, i)` before it uses it.
         for value in values:
             if isinstance(value, Lead):
                 return value
     if any(not isinstance(x, int | float) for x in values):
         return None
-    return _ON_NUMBERS[eqn.name](*values)
+    return function(*values)
 
 
 def _of_input(atom: Any) -> Number:
@@ -102,6 +91,6 @@ def _counts(atom: Any, size: int) -> bool:
     if var in frame.consts:
         return np.array_equal(np.asarray(frame.consts[var]), np.arange(size))
     eqn, _ = frame.made.get(var, (None, 0))
-    if eqn is None or eqn.name not in ("iota", *_AS_IT_IS):
+    if eqn is None or eqn.kind not in (Kind.COUNTER, *_AS_IT_IS):
         return False
-    return eqn.name == "iota" or _counts(eqn.inputs()[0], size)
+    return eqn.kind is Kind.COUNTER or _counts(eqn.inputs()[0], size)

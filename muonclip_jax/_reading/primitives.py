@@ -1,20 +1,37 @@
-"""How marks go back through each primitive: which entries of its operands contribute.
+"""The table of primitives: all that the reading knows about each of them.
 
-A rule covers every operand in which a result is linear. Linear for positive factors, as
-a maximum is, is enough: QK-Clip's factors are positive. The reading cannot follow a
-primitive without a rule; the reading names it if it matters.
+A row says what a primitive computes (its kind), how marks go back through it, and how
+to compute it where its operands are known numbers. All passes of the reading ask the
+kind. To teach the reading a primitive, add its name to a row, or add a row.
+
+Marks go back to every operand in which a result is linear. Linear for positive factors,
+as a maximum is, is enough: QK-Clip's factors are positive. The reading cannot follow a
+primitive without a row; the reading names it if it matters.
 """
 
+import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import jaxprs
-from .jaxprs import names, shape_of
-from .marks import full, Marks, moved, placed, reshaped, Shape, small, union_along
+from .jaxprs import shape_of
+from .marks import (
+    full,
+    Marks,
+    moved,
+    nothing,
+    placed,
+    reshaped,
+    Shape,
+    small,
+    union_along,
+    union_of,
+)
 
 
 #: A function from the marks of a result to the marks of an operand.
@@ -49,15 +66,8 @@ class Op(NamedTuple):
         return lambda marks: small(moved(marks, lead, to))
 
 
-_MOVES: dict[str, Callable[[Op], Moves]] = {}
-
-
-def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
-    def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
-        _MOVES.update(dict.fromkeys(primitives.split(), function))
-        return function
-
-    return register
+#: A function that returns the moves of one result of an equation.
+Rule = Callable[[Op], Moves]
 
 
 def moves(eqn: Any, k: int) -> Moves:
@@ -68,30 +78,11 @@ def moves(eqn: Any, k: int) -> Moves:
     """
     if k not in eqn.known_moves:
         op = Op(eqn, k, eqn.output(k).shape, [x.shape for x in eqn.inputs()])
-        eqn.known_moves[k] = _MOVES[eqn.name](op) if eqn.name in _MOVES else []
+        row = TABLE.get(eqn.name)
+        eqn.known_moves[k] = row.moves(op) if row else []
     return eqn.known_moves[k]
 
 
-#: Primitives that compute each entry of the result from one entry of each operand.
-ELEMENTWISE = names(
-    "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow "
-    "square erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh "
-    "acosh atanh sign floor ceil round is_finite not and or xor eq ne lt le gt ge "
-    "eq_to le_to lt_to rem clamp polynomial lgamma digamma igamma igammac "
-    "bessel_i0e bessel_i1e regularized_incomplete_beta shift_left "
-    "shift_right_logical population_count shift_right_arithmetic"
-)
-
-
-_LINEAR = names(
-    "add sub add_any max min select_n complex nextafter convert_element_type copy "
-    "copy_p reduce_precision neg real imag conj pvary pcast optimization_barrier "
-    "mesh_cast reshard sharding_constraint abs pbroadcast layout_constraint "
-    "stop_gradient device_put bitcast_convert_type ppermute sharding_barrier name"
-)
-
-
-@_rule(" ".join(ELEMENTWISE | _LINEAR))
 def _entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
     own = range(1 if op.eqn.name == "select_n" else 0, len(op.ins))
@@ -107,24 +98,20 @@ def _same(of: Shape, out: Shape) -> list[int | None]:
     return [d if n == out[d] else None for d, n in enumerate(of)]
 
 
-@_rule("reshape squeeze expand_dims")
 def _reshape(op: Op) -> Moves:
     return [(0, lambda marks: reshaped(marks, op.lead, op.out, op.ins[0]))]
 
 
-@_rule("transpose")
 def _transpose(op: Op) -> Moves:
     order = op.params["permutation"]
     return [(0, op.through([order.index(i) for i in range(len(op.out))]))]
 
 
-@_rule("broadcast_in_dim")
 def _broadcast(op: Op) -> Moves:
     at = zip(op.ins[0], op.params["broadcast_dimensions"], strict=True)
     return [(0, op.through([d if n == op.out[d] else None for n, d in at]))]
 
 
-@_rule("tile")
 def _tile(op: Op) -> Moves:
     apart = tuple(itertools.chain(*zip(op.params["reps"], op.ins[0], strict=True)))
 
@@ -135,26 +122,57 @@ def _tile(op: Op) -> Moves:
     return [(0, move)]
 
 
-@_rule("reduce_sum reduce_max reduce_min")
 def _reduce(op: Op) -> Moves:
-    left, axes = itertools.count(), op.params["axes"]
+    """Returns the moves of an operation that reduces its axes to one entry."""
+    left, axes = itertools.count(), op.eqn.axes
     own = range(len(op.ins[0]))
     return [(0, op.through([None if i in axes else next(left) for i in own]))]
 
 
-@_rule(
-    "cumsum cummax cummin cumlogsumexp reduce_window_sum fft sort top_k approx_top_k"
-)
-def _along(op: Op) -> Moves:
-    """Returns the moves of an operation that mixes entries along dimensions."""
+def _mixing(op: Op) -> Moves:
+    """Returns the moves of an operation that mixes entries along its axes."""
     if op.k >= len(op.ins):
         return []  # indices
-    keys, own = ("axis", "dimension", "reduction_dimension"), range(len(op.out))
-    axes = [op.params[key] % len(op.out) for key in keys if key in op.params] or own
-    return [(op.k, op.through([None if d in axes else d for d in own]))]
+    axes, dims = op.eqn.axes, range(len(op.out))
+    return [(op.k, op.through([None if d in axes else d for d in dims]))]
 
 
-@_rule("rev")
+def _windows(op: Op) -> Moves:
+    """Returns the moves of a sum or maximum over the entries of windows."""
+    keys = ("window_dimensions", "window_strides", "padding")
+    keys += ("base_dilation", "window_dilation")
+    windows = list(zip(*(op.params[key] for key in keys), strict=True))
+
+    def move(marks: Marks) -> Marks:
+        for d, window in enumerate(windows):
+            if marks.shape[op.lead + d] > 1:
+                marks = _unpooled(marks, op.lead + d, op.ins[0][d], *window)
+        return small(marks)
+
+    return [(0, move)]
+
+
+def _unpooled(
+    marks: Marks,
+    axis: int,
+    size: int,
+    window: int,
+    stride: int,
+    padding: tuple[int, int],
+    base_dilation: int,
+    window_dilation: int,
+) -> Marks:
+    """Returns the marks along an axis that windows of some entries were taken from."""
+    before = np.moveaxis(marks, axis, 0)
+    after = np.full((size, *before.shape[1:]), nothing(marks), marks.dtype)
+    starts = np.arange(len(before)) * stride - padding[0]
+    for i in range(window):
+        at, gap = np.divmod(starts + i * window_dilation, base_dilation)
+        inside = (gap == 0) & (at >= 0) & (at < size)  # not padding, nor a gap
+        after[at[inside]] = union_of(after[at[inside]], before[inside])
+    return np.moveaxis(after, 0, axis)
+
+
 def _rev(op: Op) -> Moves:
     axes = [op.lead + d for d in op.params["dimensions"]]
     return [(0, lambda x: np.flip(x, tuple(a for a in axes if x.shape[a] > 1)))]
@@ -163,7 +181,6 @@ def _rev(op: Op) -> Moves:
 # Primitives that take entries from some places, or put them there.
 
 
-@_rule("slice")
 def _slice(op: Op) -> Moves:
     starts, steps = op.params["start_indices"], op.params["strides"]
     steps = steps or (1,) * len(op.out)
@@ -178,7 +195,6 @@ def _slice(op: Op) -> Moves:
     return [(0, move)]
 
 
-@_rule("split unstack")
 def _split(op: Op) -> Moves:
     axis = op.params["axis"]
     size = op.ins[0][axis]
@@ -193,7 +209,6 @@ def _split(op: Op) -> Moves:
     return [(0, move)]
 
 
-@_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
     # the dimension, from JAX 0.12 on
     is_new = op.eqn.name == "stack"
@@ -213,7 +228,6 @@ def _concatenate(op: Op) -> Moves:
     return [(i, part(i)) for i in range(len(op.ins))]
 
 
-@_rule("pad")
 def _pad(op: Op) -> Moves:
     def move(marks: Marks) -> Marks:
         for d, (low, high, gap) in enumerate(op.params["padding_config"]):
@@ -228,7 +242,6 @@ def _pad(op: Op) -> Moves:
     return [(0, move), (1, op.through([]))]
 
 
-@_rule("dynamic_slice")
 def _dynamic_slice(op: Op) -> Moves:
     starts = dict(enumerate(op.eqn.inputs()[1:]))
     return [(0, lambda marks: _picked(marks, op, starts, op.out))]
@@ -259,14 +272,12 @@ def _picked(marks: Marks, op: Op, starts: dict[int, Any], out: Shape) -> Marks:
     return marks
 
 
-@_rule("dynamic_update_slice scatter scatter-add scatter_add")
 def _update(op: Op) -> Moves:
     """Returns the moves of a sum whose second summand may be anywhere in the result."""
     i = 1 if op.eqn.name == "dynamic_update_slice" else 2
     return [(0, lambda marks: marks), (i, op.through(_same(op.ins[i], op.out)))]
 
 
-@_rule("gather")
 def _gather(op: Op) -> Moves:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -299,10 +310,7 @@ def _gather(op: Op) -> Moves:
 
 # Products: each dimension of an operand goes to one of the result, or to none.
 
-PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated")
 
-
-@_rule(" ".join(PRODUCTS))
 def _product(op: Op) -> Moves:
     return [(i, op.through(to)) for i, to in enumerate(op.eqn.to)]
 
@@ -361,23 +369,19 @@ def _devices(op: Op) -> list[int]:
     return [x.axis for x in op.eqn.frame.lead if x.of in names]
 
 
-@_rule("psum psum_invariant psum2 pmax pmin")
 def _summed(op: Op) -> Moves:
     """Returns the moves of a reduction to which all devices contribute."""
     return [(op.k, lambda marks: union_along(marks, _devices(op)))]
 
 
-@_rule("all_gather all_gather_invariant")
 def _gathered(op: Op) -> Moves:
     return _exchanged(op, op.params["all_gather_dimension"], None)
 
 
-@_rule("psum_scatter reduce_scatter")
 def _scattered(op: Op) -> Moves:
     return _exchanged(op, None, op.params["scatter_dimension"])
 
 
-@_rule("all_to_all")
 def _transposed(op: Op) -> Moves:
     return _exchanged(op, op.params["concat_axis"], op.params["split_axis"])
 
@@ -416,13 +420,233 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
     return [(0, move)]
 
 
-RANDOM = names(
-    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
-    "threefry2x32"
+def _nowhere(op: Op) -> Moves:
+    """Returns no moves: entries of the result are linear in no operand."""
+    return []
+
+
+# The table.
+
+
+class Kind(enum.Enum):
+    """What a primitive computes. Each pass of the reading treats a kind in one way."""
+
+    # Entries of one operand, or of several, as they are:
+    SAME = "the same entries, possibly in another dtype, shape or place"
+    REPEATED = "entries repeated along new dimensions"
+    PERMUTED = "entries in another order, or from other devices"
+    CUT = "entries from places that the equation names"
+    PICKED = "entries from places that an operand names"
+    JOINED = "entries of several operands side by side, or of one in another"
+    CHOICE = "for each entry one of several operands"
+    STOPPED = "the same entries, through which no gradient goes"
+    # Entry by entry:
+    LINEAR = "a linear function"
+    SUM = "a sum"
+    DIFFERENCE = "a difference"
+    LARGER = "the larger or the smaller of two"
+    PRODUCT = "a product"
+    QUOTIENT = "a quotient"
+    EXPONENTIAL = "an exponential"
+    LOGARITHM = "a logarithm"
+    POWER = "a power with a fixed exponent, which may divide"
+    SOFTCAP = "a hyperbolic tangent, which caps logits"
+    BENT = "any other function, which is not linear"
+    EQUAL = "whether two entries are equal"
+    # Of many entries:
+    CONTRACTION = "a product that sums over pairs of dimensions"
+    TOTAL = "a sum along dimensions, whole or running"
+    SCATTERED = "a sum of entries at places that an operand names"
+    MIXED = "a linear function of all entries along dimensions"
+    FOLDED = "a function of all entries along dimensions that is not linear"
+    EXTREME = "a maximum or a minimum, whole or running"
+    ORDER = "entries in the order of their values, or their places"
+    WINNER = "the place of a maximum or a minimum"
+    EXCHANGED = "a sum over devices, or an exchange between them"
+    ALGEBRA = "linear algebra, which may hide a parameter but hides no attention"
+    # Of no entries:
+    COUNTER = "0, 1, 2, ..."
+    GENERATED = "random numbers, or the number of a device"
+    UNKNOWN = "anything: the table has no row for the primitive"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether parameters and attention can still be followed through it."""
+        return self not in (Kind.ALGEBRA, Kind.UNKNOWN)
+
+    @property
+    def is_bent(self) -> bool:
+        """Whether it is not linear in an operand, whatever the others are."""
+        return self in _BENT
+
+
+_BENT = {Kind.EXPONENTIAL, Kind.LOGARITHM, Kind.POWER, Kind.SOFTCAP, Kind.BENT}
+_BENT |= {Kind.EQUAL, Kind.FOLDED}
+
+
+#: A function from an equation's parameters and its operand's rank to dimensions.
+Axes = Callable[[dict[str, Any], int], Iterable[int]]
+
+
+def _none(params: dict[str, Any], rank: int) -> Iterable[int]:
+    return ()
+
+
+def _each(parameter: str) -> Axes:
+    """Returns the axes that a parameter lists."""
+    return lambda params, rank: params[parameter]
+
+
+def _one(parameter: str) -> Axes:
+    """Returns the axis that a parameter names."""
+    return lambda params, rank: (params[parameter],)
+
+
+def _last(params: dict[str, Any], rank: int) -> Iterable[int]:
+    """Returns the axes of a Fourier transform, which are the last ones."""
+    return range(rank - len(params["fft_lengths"]), rank)
+
+
+def _windowed(params: dict[str, Any], rank: int) -> Iterable[int]:
+    """Returns the axes along which windows have several entries."""
+    return (d for d, n in enumerate(params["window_dimensions"]) if n > 1)
+
+
+class Row(NamedTuple):
+    """All that the reading knows of some primitives.
+
+    - `names`: the primitives, by their `.name`, separated by spaces.
+    - `kind`: what they compute.
+    - `axes`: the dimensions of the operand along which they combine entries.
+    - `moves`: how marks go back from a result to the operands.
+    - `number`: the function of numbers that they compute, or `None` if the reading does
+        not compute it, or if the kind takes a number as it is.
+    """
+
+    names: str
+    kind: Kind
+    axes: Axes
+    moves: Rule
+    number: Callable[..., Any] | None
+
+
+_ROWS = (
+    Row(
+        "convert_element_type copy copy_p reduce_precision pvary pcast mesh_cast "
+        "reshard sharding_constraint sharding_barrier layout_constraint device_put "
+        "pbroadcast name",
+        Kind.SAME,
+        _none,
+        _entrywise,
+        None,
+    ),
+    Row("reshape squeeze expand_dims", Kind.SAME, _none, _reshape, None),
+    Row("broadcast_in_dim", Kind.REPEATED, _none, _broadcast, None),
+    Row("tile", Kind.REPEATED, _none, _tile, None),
+    Row("transpose", Kind.PERMUTED, _none, _transpose, None),
+    Row("rev", Kind.PERMUTED, _none, _rev, None),
+    # Several operands go through a barrier, each to a result of its own.
+    Row("ppermute optimization_barrier", Kind.PERMUTED, _none, _entrywise, None),
+    Row("slice", Kind.CUT, _none, _slice, None),
+    Row("split unstack", Kind.CUT, _none, _split, None),
+    Row("dynamic_slice", Kind.PICKED, _none, _dynamic_slice, None),
+    Row("gather", Kind.PICKED, _none, _gather, None),
+    Row("concatenate stack", Kind.JOINED, _none, _concatenate, None),
+    Row("pad", Kind.JOINED, _none, _pad, None),
+    Row("dynamic_update_slice scatter", Kind.JOINED, _none, _update, None),
+    Row("select_n", Kind.CHOICE, _none, _entrywise, lambda i, *cases: cases[int(i)]),
+    Row("stop_gradient", Kind.STOPPED, _none, _entrywise, None),
+    Row("neg", Kind.LINEAR, _none, _entrywise, operator.neg),
+    Row(
+        "real imag conj complex abs nextafter bitcast_convert_type",
+        Kind.LINEAR,
+        _none,
+        _entrywise,
+        None,
+    ),
+    Row("add add_any", Kind.SUM, _none, _entrywise, operator.add),
+    Row("sub", Kind.DIFFERENCE, _none, _entrywise, operator.sub),
+    Row("max", Kind.LARGER, _none, _entrywise, max),
+    Row("min", Kind.LARGER, _none, _entrywise, min),
+    Row("mul", Kind.PRODUCT, _none, _entrywise, operator.mul),
+    Row("div", Kind.QUOTIENT, _none, _entrywise, lambda a, b: a / b if b else None),
+    Row("exp exp2 pow", Kind.EXPONENTIAL, _none, _entrywise, None),
+    Row("log log1p", Kind.LOGARITHM, _none, _entrywise, None),
+    Row("integer_pow", Kind.POWER, _none, _entrywise, None),
+    Row("tanh", Kind.SOFTCAP, _none, _entrywise, None),
+    Row("lt", Kind.BENT, _none, _entrywise, operator.lt),
+    Row("ge", Kind.BENT, _none, _entrywise, operator.ge),
+    Row(
+        "clamp",
+        Kind.BENT,
+        _none,
+        _entrywise,
+        lambda low, x, high: min(max(x, low), high),
+    ),
+    Row(
+        "square sqrt rsqrt cbrt expm1 logistic sign floor ceil round rem is_finite "
+        "erf erfc erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh "
+        "lgamma digamma igamma igammac bessel_i0e bessel_i1e polynomial "
+        "regularized_incomplete_beta ne le gt eq_to le_to lt_to not and or xor "
+        "shift_left shift_right_logical shift_right_arithmetic population_count",
+        Kind.BENT,
+        _none,
+        _entrywise,
+        None,
+    ),
+    Row("eq", Kind.EQUAL, _none, _entrywise, None),
+    Row(
+        "dot_general ragged_dot_general ragged_dot conv_general_dilated",
+        Kind.CONTRACTION,
+        _none,
+        _product,
+        None,
+    ),
+    Row("reduce_sum", Kind.TOTAL, _each("axes"), _reduce, None),
+    Row("cumsum", Kind.TOTAL, _one("axis"), _mixing, None),
+    Row("reduce_window_sum", Kind.TOTAL, _windowed, _windows, None),
+    Row("scatter-add scatter_add", Kind.SCATTERED, _none, _update, None),
+    Row("fft", Kind.MIXED, _last, _mixing, None),
+    Row("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), _reduce, None),
+    Row("cumlogsumexp cumprod", Kind.FOLDED, _one("axis"), _mixing, None),
+    Row("reduce_max reduce_min", Kind.EXTREME, _each("axes"), _reduce, None),
+    Row("reduce_and reduce_or", Kind.EXTREME, _each("axes"), _reduce, None),
+    Row("cummax cummin", Kind.EXTREME, _one("axis"), _mixing, None),
+    Row("reduce_window_max reduce_window_min", Kind.EXTREME, _windowed, _windows, None),
+    Row("scatter-max scatter-min", Kind.EXTREME, _none, _update, None),
+    Row("pmax pmin", Kind.EXTREME, _none, _summed, None),
+    Row("sort", Kind.ORDER, _one("dimension"), _mixing, None),
+    Row("top_k", Kind.ORDER, _one("axis"), _mixing, None),
+    Row("approx_top_k", Kind.ORDER, _one("reduction_dimension"), _mixing, None),
+    Row("argmax argmin", Kind.WINNER, _each("axes"), _nowhere, None),
+    Row("psum psum_invariant psum2", Kind.EXCHANGED, _none, _summed, None),
+    Row("all_gather all_gather_invariant", Kind.EXCHANGED, _none, _gathered, None),
+    Row("psum_scatter reduce_scatter", Kind.EXCHANGED, _none, _scattered, None),
+    Row("all_to_all", Kind.EXCHANGED, _none, _transposed, None),
+    Row(
+        "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
+        "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
+        "ormqr geqp3 hessenberg",
+        Kind.ALGEBRA,
+        _none,
+        _nowhere,
+        None,
+    ),
+    Row("iota", Kind.COUNTER, _none, _nowhere, None),
+    Row(
+        "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
+        "random_split rng_bit_generator threefry2x32 axis_index",
+        Kind.GENERATED,
+        _none,
+        _nowhere,
+        None,
+    ),
 )
 
-#: Primitives through which parameters and attention can still be followed.
-KNOWN = RANDOM.union(_MOVES) | names(
-    "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
-    "approx_top_k sort axis_index cumprod"
-)
+#: The row of each primitive, by its name.
+TABLE = {name: row for row in _ROWS for name in row.names.split()}
+
+
+def kind_of(name: str) -> Kind:
+    """Returns what a primitive computes, by its name."""
+    return TABLE[name].kind if name in TABLE else Kind.UNKNOWN

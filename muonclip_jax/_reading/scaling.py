@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .facts import Fact, Facts
 from .graph import AllMarks, Atom, Eqn, Graph
 from .marks import key_of, union_of
-from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
+from .primitives import Kind, Move, moves
 
 
 class Factor(NamedTuple):
@@ -63,6 +63,8 @@ _DEEPEST = 4
 
 # The search follows at most this many equations in a row: each is a few calls deep.
 _LONGEST = 80
+
+_SUMS = (Kind.SUM, Kind.DIFFERENCE)
 
 ADDED = "data or constants are added to"
 SHIFTED = "a number is added to a parameter, as in a norm's gain of 1 + g, of"
@@ -129,34 +131,34 @@ class Scaling:
         return self._known[key]
 
     def _equation(self, eqn: Eqn, k: int, way: Way) -> Iterable[Summand]:
-        inputs, facts, name = eqn.inputs(), self._facts.inputs(eqn), eqn.name
+        inputs, facts, kind = eqn.inputs(), self._facts.inputs(eqn), eqn.kind
         why = (
-            f"{name} at {eqn.line}, which is not linear, stands between the parameters "
-            "and"
+            f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
+            "parameters and"
         )
         if not self._facts.of(eqn.output(k)).leaves:
             return [] if eqn.output(k).number == 0 else [Summand((), ADDED)]
         back = dict(moves(eqn, k))
         if not back:
             return [Summand((), why)]
-        if name in ("mul", "div", *PRODUCTS):
+        if kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION):
             return self._product(eqn, facts, back, way)
-        if name in ELEMENTWISE:
+        if kind.is_bent:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
             made = (
                 self._operand(eqn, i, back[i], way) for i in back if facts[i].leaves
             )
             return [unscaled([s for x in made for s in x], why)]
-        taken = self._finite_case(eqn) if name == "select_n" else None
+        taken = self._finite_case(eqn) if kind is Kind.CHOICE else None
         found: list[Summand] = []
         for i, move in back.items():
             if (taken is None or i == taken) and not inputs[i].is_zero:
                 own = self._operand(eqn, i, move, way)
                 if own and not facts[i].leaves:
                     is_shift = any(fact.is_weight for fact in facts)
-                    if name in ("max", "min"):
+                    if kind is Kind.LARGER:
                         own = (Summand((), why),)
-                    elif is_shift and not facts[i].has_data and name in ("add", "sub"):
+                    elif is_shift and not facts[i].has_data and kind in _SUMS:
                         own = (Summand((), SHIFTED),)
                 found += self._met(eqn, facts[i], own)
         return found
@@ -166,7 +168,7 @@ class Scaling:
         found = self._of(eqn.inputs()[i], own)
         # An index picks one kernel of a stack, but reads all rows of a position table.
         is_stack = i == 0 and self._facts.of(eqn.output()).is_weight
-        if eqn.name in ("dynamic_slice", "gather") and is_stack and _is_any(eqn):
+        if eqn.kind is Kind.PICKED and is_stack and _is_any(eqn):
             picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
             return tuple(picked)
         return found
@@ -187,7 +189,8 @@ class Scaling:
         self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
     ) -> Iterable[Summand]:
         """Multiplies each summand of one operand with each summand of the other."""
-        is_matrix, is_quotient = eqn.name in PRODUCTS, eqn.name == "div"
+        is_matrix = eqn.kind is Kind.CONTRACTION
+        is_quotient = eqn.kind is Kind.QUOTIENT
 
         def side(i: int, deeper: int = 0) -> Sum:
             own = way._replace(depth=way.depth + deeper)
@@ -235,7 +238,7 @@ class Scaling:
         if test.name == "is_finite":
             return 2
         is_nan = test.name == "ne" and args[0] == args[1]
-        is_infinite = test.name == "eq" and any(
+        is_infinite = test.kind is Kind.EQUAL and any(
             isinstance(x.number, float) and math.isinf(x.number) for x in args
         )
         return 1 if is_nan or is_infinite else None

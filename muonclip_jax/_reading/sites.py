@@ -21,7 +21,7 @@ from .graph import Atom, Eqn
 from .heads import HeadMap, Refused
 from .jaxprs import Address
 from .marks import numbered, union_but
-from .primitives import moves
+from .primitives import Kind, moves
 from .softmaxes import Product, Route, Softmaxes
 
 
@@ -156,7 +156,7 @@ def _note_biases(
             one = -1 if fact.sole is None else fact.sole
             if made := members(fact.leaves) if one < 0 else [one]:
                 site.added.setdefault(eqn.line, set()).update(made)
-    if any(way.values()) or any(eqn.name == "tanh" for eqn in every):
+    if any(way.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in every):
         site.biases = way
 
 
@@ -195,23 +195,25 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         (eqn,), inputs = made, made[0].inputs()
         facts = reader.facts.inputs(eqn)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if eqn.name == "log" or (eqn.name == "max" and len(own) > 1):
+        if eqn.kind is Kind.LOGARITHM or (eqn.kind is Kind.LARGER and len(own) > 1):
             return None
         if not own or not moves(eqn, 0):
             return found
-        if eqn.name in ("mul", "div") and len(own) > 1:
+        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT)
+        if is_scaled and len(own) > 1:
             return found  # logits divided by their own spread are not shifted
-        if eqn.name == "sub" and own[0] == 0:
+        if eqn.kind is Kind.DIFFERENCE and own[0] == 0:
             if maxima := reader.maxima(inputs[1], facts[0].products & bits):
-                axes = tuple(maxima[0].jaxpr_eqn.params["axes"])
-                found = Site(maxima[0], axes, factor=factor)
+                # A maximum of segments, by a scatter, has no axis of its own.
+                axes = maxima[0].axes
+                found = Site(maxima[0] if axes else eqn, axes, factor=factor)
             elif own == [0, 1] or reader.maxima(inputs[1], bits):
                 found = Site(eqn, factor=factor)
-        elif eqn.name in ("mul", "div") and len(own) == 1:
+        elif is_scaled:
             number = inputs[1 - own[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
-            factor = factor * number if eqn.name == "mul" else factor / number
-        atom = inputs[own[-1] if eqn.name == "select_n" else own[0]]
+            factor = factor * number if eqn.kind is Kind.PRODUCT else factor / number
+        atom = inputs[own[-1] if eqn.kind is Kind.CHOICE else own[0]]
 
 
 def _rows(

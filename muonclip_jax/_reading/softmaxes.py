@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
-from .jaxprs import names
 from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
-from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
+from .primitives import Kind, moves, shared
 from .scaling import Scaling
 
 
-# Equations that can divide by a sum: `x / sum`, `sum**-1`, `exp(x - log(sum))`.
-_DIVIDES = names("div integer_pow exp exp2 pow")
+#: Kinds that can divide by a sum: `x / sum`, `sum**-1`, `exp(x - log(sum))`.
+_DIVIDES = (Kind.QUOTIENT, Kind.POWER, Kind.EXPONENTIAL)
 
 
 class Product(NamedTuple):
@@ -93,23 +92,25 @@ class Softmax(NamedTuple):
 
 def exponent(eqn: Eqn) -> int | None:
     """Returns the index of the exponent, or `None` for other equations."""
-    if eqn.name in ("exp", "exp2"):
-        return 0
-    if eqn.name == "pow" and isinstance(eqn.inputs()[0].number, int | float):
-        return 1
-    return None
+    if eqn.kind is not Kind.EXPONENTIAL:
+        return None
+    is_known = eqn.name != "pow" or isinstance(eqn.inputs()[0].number, int | float)
+    return len(eqn.inputs()) - 1 if is_known else None
+
+
+def _is_bent(eqn: Eqn) -> bool:
+    """Returns whether logits lose their size in an equation."""
+    is_square = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT)
+    return is_square or (eqn.kind.is_bent and exponent(eqn) is None)
 
 
 def _summed(eqn: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields the operands whose entries an equation sums, and along which axes."""
-    params, inputs = eqn.jaxpr_eqn.params, eqn.inputs()
-    if eqn.name == "reduce_sum":
-        yield 0, tuple(params["axes"])
-    elif eqn.name == "cumsum":
-        yield 0, (params["axis"],)
-    elif eqn.name in ("scatter-add", "scatter_add"):  # over edges of a graph
-        kept = params["dimension_numbers"].update_window_dims
-        yield -1, tuple(d for d in range(len(inputs[-1].shape)) if d not in kept)
+    if eqn.kind is Kind.TOTAL:
+        yield 0, eqn.axes
+    elif eqn.kind is Kind.SCATTERED:  # over edges of a graph
+        kept = eqn.jaxpr_eqn.params["dimension_numbers"].update_window_dims
+        yield -1, tuple(d for d in range(len(eqn.inputs()[-1].shape)) if d not in kept)
     elif eqn.contracted:  # with ones, or a mask
         for i in (0, 1):
             if not facts[1 - i].leaves:
@@ -142,7 +143,7 @@ class Softmaxes:
     def _sums(self) -> Iterator[tuple[int, Over]]:
         """Yields products with the arrays and axes that sum their exponentials."""
         for eqn in self.equations:
-            if eqn.name in ("add", "add_any"):  # piece by piece, or key by key
+            if eqn.kind is Kind.SUM:  # piece by piece, or key by key
                 one, two = (x.alone for x in self.facts.inputs(eqn))
                 if one and two:
                     yield one | two, (eqn.inputs()[0], ())
@@ -160,7 +161,7 @@ class Softmaxes:
             facts = self.facts.inputs(eqn)
             if (i := exponent(eqn)) is not None and facts[i].products:
                 exps.setdefault(facts[i].products, []).append(eqn)
-            elif eqn.name in PRODUCTS or eqn.name == "mul":
+            elif eqn.kind in (Kind.CONTRACTION, Kind.PRODUCT):
                 weighed += self._weighs(eqn, facts)
         seen = 0
         for bits, own in self._together(exps):
@@ -176,7 +177,7 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.name in _DIVIDES)
+        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in _DIVIDES)
         facts = map(self.facts.of, by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
@@ -216,7 +217,7 @@ class Softmaxes:
 
         In an entrywise product, dimensions of repeated entries have `None`.
         """
-        if eqn.name in PRODUCTS:
+        if eqn.kind is Kind.CONTRACTION:
             return eqn.to
         found: list[list[int | None]] = []
         out = eqn.output().shape
@@ -249,15 +250,16 @@ class Softmaxes:
             back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
             path.eqns.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
-            if eqn.name in ("mul", "div") and len(linear) == 1:
+            kind = eqn.kind
+            if kind in (Kind.PRODUCT, Kind.QUOTIENT) and len(linear) == 1:
                 path.factors.append((eqn, 1 - linear[0], origin.all_marks))
-            elif eqn.name == "tanh":
-                pass  # a softcap: the logits are taken before it
-            elif (eqn.name in ELEMENTWISE and exponent(eqn) is None) or not back:
+            elif kind is Kind.SOFTCAP:
+                pass  # the logits are taken before it
+            elif not back or _is_bent(eqn):
                 path.nonlinear.append(eqn)  # such as a product with itself
-            elif eqn.name in ("concatenate", "pad", "dynamic_update_slice"):
+            elif kind is Kind.JOINED:
                 path.joins.append(eqn)
-            elif eqn.name in ("add", "sub", "add_any"):
+            elif kind in (Kind.SUM, Kind.DIFFERENCE):
                 path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
             return [(i, None) for i in linear]
 
@@ -270,9 +272,10 @@ class Softmaxes:
         found: list[Eqn] = []
 
         def follow(eqn: Eqn, k: int) -> Iterable[int]:
-            if eqn.name == "reduce_max" and self.facts.inputs(eqn)[0].products & bits:
+            facts = self.facts.inputs(eqn)
+            if eqn.kind is Kind.EXTREME and union(x.products for x in facts) & bits:
                 found.append(eqn)
-            elif eqn.name not in PRODUCTS and eqn.name != "reduce_sum":
+            elif eqn.kind not in (Kind.CONTRACTION, Kind.TOTAL):
                 return range(len(eqn.jaxpr_eqn.invars))
             return ()
 
@@ -298,7 +301,7 @@ class Softmaxes:
                 left = {a - lead for x in free for a in x} - kept
                 own = (of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
                 found.append(frozenset(lead + d for x in own for d in x))
-        if eqn.name in ("mul", "sub"):
+        if eqn.kind is not Kind.CONTRACTION:
             # Shared dimensions that reach no axis afterwards were summed over.
             over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
         else:
@@ -396,7 +399,7 @@ class Softmaxes:
         along the outputs of its kernel. Learned queries are several, or have a kernel.
         """
         i = self.facts.weight_of(product.eqn)
-        if i is None or product.eqn.name == "mul":
+        if i is None or product.eqn.kind is Kind.PRODUCT:
             return False
         fact, other = (self.facts.of(product.eqn.inputs()[j]) for j in (i, 1 - i))
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]

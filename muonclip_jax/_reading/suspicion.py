@@ -7,7 +7,7 @@ It then asks whether the product weighs along keys: axes that one operand alone 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import assert_never, NamedTuple
 
 import jax.numpy as jnp
 
@@ -15,11 +15,9 @@ from .attention import Layer
 from .facts import is_choice, members, union
 from .forward import Forward
 from .graph import Atom, Eqn
-from .jaxprs import names
 from .makers import Makers
-from .primitives import ELEMENTWISE, moves, PRODUCTS
+from .primitives import Kind, moves
 from .softmaxes import dimensions_in, exponent, Softmaxes
-from .uses import ALGEBRA
 
 
 class Taint(NamedTuple):
@@ -52,14 +50,10 @@ class Suspect(NamedTuple):
     of: list[set[int]]  # for each dimension of the result, those of the product in it
 
 
-_SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
-# Primitives that reduce many entries to one number, where the search ends.
-_ENDS = ALGEBRA | names(
-    "reduce_max reduce_min argmax argmin reduce_and reduce_or cummax cummin pmax pmin"
-)
-_KEEPS_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
-_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _KEEPS_LINEAR
 _CONV = "conv_general_dilated"
+
+#: Kinds that multiply or compare two activations.
+_OF_TWO = (Kind.CONTRACTION, Kind.PRODUCT, Kind.DIFFERENCE)
 
 
 def suspicions(
@@ -98,6 +92,10 @@ def _each(bits: int) -> Iterator[int]:
     return (1 << i for i in members(bits))
 
 
+def _is_exponential(eqn: Eqn) -> bool:
+    return exponent(eqn) is not None or eqn.name == "expm1"
+
+
 def _all(sets: Iterable[set[int]]) -> set[int]:
     return set().union(*sets)
 
@@ -130,49 +128,87 @@ class _Suspicion(Forward[Taint]):
     # Equations.
 
     def primitive(self, eqn: Eqn) -> Taint:
-        name, taints = eqn.name, self.inputs(eqn)
-        if name in PRODUCTS and not self._is_of_two(eqn):
+        kind, taints = eqn.kind, self.inputs(eqn)
+        is_of_two = kind in _OF_TWO and self._is_of_two(eqn)
+        if kind is Kind.CONTRACTION and not is_of_two:
             return self.either([self._through(eqn, i, taints[i]) for i in (0, 1)])
         out = self.either(taints)
-        if name == "mul":
+        if kind is Kind.PRODUCT:
             a, b = taints
             bent = a.linear & (b.linear | b.choice) | b.linear & a.choice
             out = out._replace(bent=out.bent | bent, choice=0)
-        if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(eqn)):
+        if is_of_two:
             return self._of_two(eqn, taints, out)
-        if name in ("broadcast_in_dim", "tile"):
+        if kind is Kind.REPEATED:
             return out._replace(varied=0)
-        if not any(out[:-1]) or name in _ENDS:
-            return _ARRAY if out.varied else _COPY
-        if name == "select_n":
-            bent = out.bent | out.linear & taints[0].choice
-            return self.either(taints[1:])._replace(bent=bent)
-        if name == "div":
-            a, b = taints
-            if not a.all:  # a denominator, unless it is a sigmoid written out
-                return _ARRAY._replace(bent=b.exponential, totals=b.totals)
-            bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
-            return a._replace(bent=bent, totals=totals)
-        if name in _SUMS:
-            out = self._summed(eqn, out)
-        if exponent(eqn) is not None or name == "expm1":
-            return out.nonlinear()._replace(exponential=out.bent | out.linear)
-        if name in ("log", "log1p"):  # a softplus or a log-softmax
-            return out.nonlinear()._replace(exponential=0)
-        return out.nonlinear() if name in _BENDS else out
+        nothing = _ARRAY if out.varied else _COPY
+        if not any(out[:-1]):
+            return nothing
+        match kind:
+            case Kind.EXTREME | Kind.WINNER | Kind.ALGEBRA:
+                return nothing  # one number for many entries, where the search ends
+            case Kind.CHOICE:
+                bent = out.bent | out.linear & taints[0].choice
+                return self.either(taints[1:])._replace(bent=bent)
+            case Kind.QUOTIENT:
+                a, b = taints
+                if not a.all:  # a denominator, unless it is a sigmoid written out
+                    return _ARRAY._replace(bent=b.exponential, totals=b.totals)
+                bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
+                return a._replace(bent=bent, totals=totals)
+            case Kind.TOTAL | Kind.MIXED | Kind.ORDER:
+                return self._summed(eqn, out)
+            case Kind.FOLDED:
+                return self._summed(eqn, out).nonlinear()
+            case Kind.EXPONENTIAL | Kind.BENT if _is_exponential(eqn):
+                return out.nonlinear()._replace(exponential=out.bent | out.linear)
+            case Kind.LOGARITHM:  # a softplus or a log-softmax
+                return out.nonlinear()._replace(exponential=0)
+            case (
+                Kind.EXPONENTIAL
+                | Kind.BENT
+                | Kind.EQUAL
+                | Kind.POWER
+                | Kind.SOFTCAP
+                | Kind.LARGER
+            ):
+                return out.nonlinear()
+            case (
+                Kind.SAME
+                | Kind.PERMUTED
+                | Kind.CUT
+                | Kind.PICKED
+                | Kind.JOINED
+                | Kind.STOPPED
+                | Kind.LINEAR
+                | Kind.SUM
+                | Kind.DIFFERENCE
+                | Kind.PRODUCT
+                | Kind.CONTRACTION
+                | Kind.SCATTERED
+                | Kind.EXCHANGED
+                | Kind.COUNTER
+                | Kind.GENERATED
+                | Kind.UNKNOWN
+            ):
+                return out
+            case _:
+                assert_never(kind)
 
     def _is_of_two(self, eqn: Eqn) -> bool:
         """Returns whether both operands are activations that depend on parameters."""
         facts, (x, y) = self._facts.inputs(eqn)[:2], eqn.inputs()[:2]
-        if eqn.name not in PRODUCTS:
+        if eqn.kind is not Kind.CONTRACTION:
             return x.var is not y.var and all(f.is_deep for f in facts)
         return all(f.leaves for f in facts) and self._facts.weight_of(eqn) is None
 
     def _of_two(self, eqn: Eqn, taints: list[Taint], out: Taint) -> Taint:
         """Combines two activations; one of them may weigh the other."""
-        is_product, is_bent = eqn.name != "sub", taints[0].bent | taints[1].bent
+        is_product = eqn.kind is not Kind.DIFFERENCE
+        is_bent = taints[0].bent | taints[1].bent
         # An entrywise outer product repeats both operands, each along other axes.
-        is_alike = eqn.name not in PRODUCTS and any(x.varied for x in taints)
+        is_entrywise = eqn.kind is not Kind.CONTRACTION
+        is_alike = is_entrywise and any(x.varied for x in taints)
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(eqn)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
@@ -200,14 +236,13 @@ class _Suspicion(Forward[Taint]):
 
     def _summed(self, eqn: Eqn, out: Taint) -> Taint:
         """Returns the taint of a sum: along shared dimensions it completes products."""
-        params, products, totals = eqn.jaxpr_eqn.params, 0, out.totals
-        axes = params.get("axes", (params.get("axis", params.get("dimension")),))
-        for bit in _each(out.all) if eqn.name != "fft" else ():
+        products, totals, is_transform = 0, out.totals, eqn.kind is Kind.MIXED
+        for bit in _each(out.all) if not is_transform else ():
             along, (a, b) = self._along(bit, eqn.inputs()[0]), self._sides(bit)
-            dims = _all(along[d] for d in axes) if along else set()
+            dims = _all(along[d] for d in eqn.axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
-        made = out.entrywise & (out.all if eqn.name == "fft" else products)
+        made = out.entrywise & (out.all if is_transform else products)
         rest = out.entrywise & ~made
         return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
 
@@ -286,7 +321,8 @@ class _Suspicion(Forward[Taint]):
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
         eqn, (a, b) = self.products[bit].root, self._sides(bit)
-        dims = dims if eqn.name in ("mul", "sub") else dims - (a & b) | dims & heads
+        is_entrywise = eqn.kind is not Kind.CONTRACTION
+        dims = dims if is_entrywise else dims - (a & b) | dims & heads
         pairs = zip(eqn.inputs(), self._to(eqn), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
         return any(self.makers.is_output(x, d) for x, d in own)

@@ -9,10 +9,9 @@ import numpy as np
 
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Origin
-from .jaxprs import names
 from .makers import Makers
 from .marks import dimensions, is_varied, marks_along, numbered, varied
-from .primitives import KNOWN, moves, PRODUCTS
+from .primitives import Kind, moves
 from .softmaxes import Softmaxes
 
 
@@ -41,17 +40,8 @@ class Note(NamedTuple):
         return self.eqn.line if self.eqn else ""
 
 
-# Primitives that find the greatest of several, which may decide where activations go.
-_CHOICES = names("argmax argmin top_k approx_top_k sort")
-
-_MULTIPLIES = PRODUCTS | {"mul"}
-
-# Linear algebra may hide how it uses parameters, but it hides no attention.
-ALGEBRA = names(
-    "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
-    "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
-    "ormqr geqp3 hessenberg"
-)
+#: Kinds in which two activations may meet as factors.
+_MULTIPLIES = (Kind.PRODUCT, Kind.CONTRACTION)
 
 
 class Uses:
@@ -102,7 +92,7 @@ class Uses:
     # Equations.
 
     def _note(self, eqn: Eqn) -> None:
-        inputs, name = eqn.inputs(), eqn.name
+        inputs, kind = eqn.inputs(), eqn.kind
         facts = self._facts.inputs(eqn)
         if not any(f.leaves for f in facts):
             return
@@ -111,11 +101,11 @@ class Uses:
         if eqn.is_product:
             self._product(eqn, inputs, facts)
             return
-        if name not in KNOWN:
+        if not kind.is_known:
             self._unknown(eqn, facts)
-        elif name in _CHOICES:
+        elif kind in (Kind.ORDER, Kind.WINNER):  # may decide where activations go
             self._choice(eqn, inputs[0], facts)
-        elif name == "gather" and facts[0].is_weight and self._facts.event(eqn):
+        elif kind is Kind.PICKED and facts[0].is_weight and self._facts.event(eqn):
             self._use("looked up", eqn, facts[0])
         elif self._facts.event(eqn):
             self._use("elementwise", eqn, *facts)
@@ -123,10 +113,10 @@ class Uses:
             self._use("data", eqn, *facts)
         if not any(f.is_deep for f in facts):
             return
-        if name in ("mul", *PRODUCTS):
+        if kind in _MULTIPLIES:
             self._note_routers(eqn, facts)
             self._scales(eqn, inputs, facts)
-        elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
+        elif kind in (Kind.CUT, Kind.PICKED):
             self._cut(eqn, inputs[0], facts[0])
 
     def _handed(self, eqn: Eqn) -> None:
@@ -146,7 +136,7 @@ class Uses:
         self._use("unknown", eqn, *facts)
         # Attention needs at least a query and a key. An operation on one array is an
         # activation function or a norm; one on an array and data is a mask or a lookup.
-        if sum(f.is_deep for f in facts) > 1 and eqn.name not in ALGEBRA:
+        if sum(f.is_deep for f in facts) > 1 and eqn.kind is Kind.UNKNOWN:
             self.hidden.append(eqn)
 
     def _choice(self, eqn: Eqn, atom: Atom, facts: list[Fact]) -> None:
@@ -286,7 +276,8 @@ class Uses:
         found = []
         for k in members(bits):
             eqn = self._facts.products[1 << k]
-            i = self._facts.weight_of(eqn) if eqn.name in PRODUCTS else None
+            is_product = eqn.kind is Kind.CONTRACTION
+            i = self._facts.weight_of(eqn) if is_product else None
             if i is None or not self._facts.event(eqn):
                 continue
             others = eqn.to[1 - i]
@@ -318,9 +309,9 @@ class Uses:
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
             eqn = origin.eqn
-            if eqn is None or (eqn.name in PRODUCTS and eqn.contracted):
+            if eqn is None or eqn.contracted:
                 return
-            facts, is_product = self._facts.inputs(eqn), eqn.name in _MULTIPLIES
+            facts, is_product = self._facts.inputs(eqn), eqn.kind in _MULTIPLIES
             # Both operands may depend on a router. The gate is then the one that varies
             # along fewer dimensions, or the one-hot one.
             varied = [self._varied(x) if is_product else set() for x in eqn.inputs()]
@@ -346,7 +337,7 @@ class Uses:
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
             # Entry by entry it is a gate of features and mixes nothing.
-            if eqn.name == "mul" and not self._reader.is_repeated(eqn, i):
+            if eqn.kind is Kind.PRODUCT and not self._reader.is_repeated(eqn, i):
                 continue
             made = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
@@ -366,7 +357,7 @@ class Uses:
         all products with weights. The outputs of experts have both from one array.
         """
         atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
-        if eqn.name == "mul":  # a sum follows the product
+        if eqn.kind is Kind.PRODUCT:  # a sum follows the product
             own, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
             over = [a - atom.lead for a in own & others]
             rest = [a - atom.lead for a in own - others]
@@ -382,7 +373,7 @@ class Uses:
             if of.is_product and self._facts.weight_of(of) is not None:
                 return
             deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
-            if of.name in _MULTIPLIES and len(deep) == 2:
+            if of.kind in _MULTIPLIES and len(deep) == 2:
                 sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
@@ -412,7 +403,7 @@ class Uses:
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, eqn: Eqn, i: int, dims: list[int]) -> list[int]:
-        if eqn.name in PRODUCTS:
+        if eqn.kind is Kind.CONTRACTION:
             return [x for d in dims if (x := eqn.to[i][d]) is not None]
         skipped = len(eqn.output().shape) - len(eqn.inputs()[i].shape)
         return [d + skipped for d in dims]
