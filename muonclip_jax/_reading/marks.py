@@ -54,7 +54,8 @@ def union_along(marks: Marks, axes: Iterable[int]) -> Marks:
 
 def union_of(a: Marks, b: Marks) -> Marks:
     """Returns the union of two arrays of marks."""
-    return _union(a)(a, b)
+    # NumPy returns a scalar for arrays without axes, such as a temperature's marks.
+    return np.asarray(_union(a)(a, b), a.dtype)
 
 
 def key_of(marks: Marks) -> Any:
