@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .facts import Facts
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
-from .marks import is_varied, moved, small
+from .marks import is_varied, Marks, moved, small
 from .scaling import Scaling
 
 
@@ -59,20 +59,25 @@ class Makers:
         return found
 
     def is_output(self, atom: Atom, d: int) -> bool:
-        """Returns whether a dimension holds kernel outputs, or columns of a table."""
+        """Returns whether a dimension holds kernel outputs, or columns of a table.
+
+        A product of two activations keeps the outputs along its free dimensions.
+        """
         if (atom, d) not in self._outputs:
-            all_marks = atom.numbered([d])
-            found = [x.all_marks for x in self.of(atom, all_marks)]
+            found: list[Marks] = []
 
             def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-                if origin.parameter is not None:
-                    found.append(origin.all_marks)
-                if (eqn := origin.eqn) is None or eqn.is_product:
+                (marks,) = origin.all_marks
+                if (eqn := origin.eqn) is None or not is_varied(marks):
+                    found.extend([marks] if origin.parameter is not None else [])
                     return []
                 facts = self._facts.inputs(eqn)
+                i = self._facts.weight_of(eqn) if eqn.is_product else None
+                if i is not None and facts[i].leaves:
+                    found.append(moved(marks, eqn.inputs()[i].lead, eqn.to[i]))
+                    return []
                 return [(i, None) for i, f in enumerate(facts) if f.leaves]
 
-            if not any(is_varied(marks) for (marks,) in found):
-                self._graph.back(atom, all_marks, ahead)
-            self._outputs[atom, d] = any(is_varied(marks) for (marks,) in found)
+            self._graph.back(atom, atom.numbered([d]), ahead)
+            self._outputs[atom, d] = any(map(is_varied, found))
         return self._outputs[atom, d]
