@@ -351,7 +351,7 @@ class Softmaxes:
         own += [p for p in more if p not in own and self._is_of_data(p)]
         # Exponentials without a sum are decays, as in a state-space model.
         asked = every if softmax.is_summed else []
-        own = own or [p for p in asked if self._is_asked(p)]
+        own = own or [p for p in asked if self._is_asked(p, softmax)]
         return own or [
             p
             for p in every
@@ -392,16 +392,40 @@ class Softmaxes:
         keys = product.keys
         return i is not None and (not keys or bool(keys & product.free[i]))
 
-    def _is_asked(self, product: Product) -> bool:
+    def _is_asked(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether parameters are the queries and activations the keys.
 
         The softmax is then along positions of the activations; a router's softmax is
-        along the outputs of its kernel. Learned queries are several, or have a kernel.
+        along the outputs of its kernel. Every query weighs the same values; a gate, as
+        in xLSTM, weighs only the values that belong to it. Learned queries are several,
+        or have a kernel, or meet keys that have one.
         """
         i = self.facts.weight_of(product.eqn)
         if i is None or product.eqn.kind is Kind.PRODUCT:
             return False
-        fact, other = (self.facts.of(product.eqn.inputs()[j]) for j in (i, 1 - i))
+        query, key = product.operand(i), product.operand(1 - i)
+        fact, other = self.facts.of(query), self.facts.of(key)
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
+        if not is_over_data or not other.leaves or self._is_gate(product, i, softmax):
+            return False
         is_many = any(product.sizes[a] > 1 for a in product.free[i])
-        return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)
+        return is_many or fact.is_pair or self._has_kernel(key)
+
+    def _is_gate(self, product: Product, i: int, softmax: Softmax) -> bool:
+        """Returns whether outputs of a weight each weigh values of their own."""
+        bit = self.facts.product(product.eqn)
+        for eqn, j in softmax.places:
+            to, of_axis = self.to(eqn), self._along(bit, eqn.inputs()[j])
+            both = shared(to)
+            dims = (of_axis[d] for d, x in enumerate(to[j]) if x in both and of_axis)
+            axes = {product.lead + d for x in dims for d in x}
+            if any(product.sizes[a] > 1 for a in axes & product.free[i]):
+                return True
+        return False
+
+    def _has_kernel(self, key: Atom) -> bool:
+        """Returns whether an activation is linear in the one kernel that made it."""
+        summands = self.scaling.of(key, key.whole)
+        factors = [f for s in summands for f in s.linear[:1]]
+        is_sole = self.facts.of(key).sole not in (None, -1)
+        return is_sole and len(factors) == len(summands)
