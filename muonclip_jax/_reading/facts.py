@@ -232,6 +232,7 @@ class Facts(Forward[Fact]):
                 | Kind.BENT
                 | Kind.EQUAL
                 | Kind.FOLDED
+                | Kind.LOG_TOTAL
                 | Kind.SCATTERED
                 | Kind.MIXED
                 | Kind.ORDER

@@ -31,7 +31,10 @@ from .primitives import Kind, kind_of, Moves, moves, shared, sides, TABLE
 
 
 #: Kinds whose results may differ where their operands are copies.
-_NO_COPIES = (*(Kind.CONTRACTION, Kind.TOTAL, Kind.EXTREME, Kind.MIXED, Kind.FOLDED),)
+_NO_COPIES = (
+    *(Kind.CONTRACTION, Kind.TOTAL, Kind.EXTREME, Kind.MIXED),
+    *(Kind.FOLDED, Kind.LOG_TOTAL),
+)
 
 #: Marks of one array, which go back together.
 AllMarks = tuple[Marks, ...]

@@ -458,7 +458,8 @@ class Kind(enum.Enum):
     TOTAL = "a sum along dimensions, whole or running"
     SCATTERED = "a sum of entries at places that an operand names"
     MIXED = "a linear function of all entries along dimensions"
-    FOLDED = "a function of all entries along dimensions that is not linear"
+    LOG_TOTAL = "the logarithm of a running sum of exponentials"
+    FOLDED = "a product of all entries along dimensions"
     EXTREME = "a maximum or a minimum, whole or running"
     ORDER = "entries in the order of their values, or their places"
     WINNER = "the place of a maximum or a minimum"
@@ -481,7 +482,7 @@ class Kind(enum.Enum):
 
 
 _BENT = {Kind.EXPONENTIAL, Kind.LOGARITHM, Kind.POWER, Kind.SOFTCAP, Kind.BENT}
-_BENT |= {Kind.EQUAL, Kind.FOLDED}
+_BENT |= {Kind.EQUAL, Kind.FOLDED, Kind.LOG_TOTAL}
 
 
 #: A function from an equation's parameters and its operand's rank to dimensions.
@@ -608,7 +609,8 @@ _ROWS = (
     Row("scatter-add scatter_add", Kind.SCATTERED, _none, _update, None),
     Row("fft", Kind.MIXED, _last, _mixing, None),
     Row("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), _reduce, None),
-    Row("cumlogsumexp cumprod", Kind.FOLDED, _one("axis"), _mixing, None),
+    Row("cumprod", Kind.FOLDED, _one("axis"), _mixing, None),
+    Row("cumlogsumexp", Kind.LOG_TOTAL, _one("axis"), _mixing, None),
     Row("reduce_max reduce_min", Kind.EXTREME, _each("axes"), _reduce, None),
     Row("reduce_and reduce_or", Kind.EXTREME, _each("axes"), _reduce, None),
     Row("cummax cummin", Kind.EXTREME, _one("axis"), _mixing, None),

@@ -21,6 +21,14 @@ from .scaling import Scaling
 _DIVIDES = (Kind.QUOTIENT, Kind.POWER, Kind.EXPONENTIAL)
 
 
+#: Kinds through which a sum goes before it divides.
+_IN_DIVISORS = (
+    *(Kind.SAME, Kind.REPEATED, Kind.PERMUTED, Kind.CUT, Kind.PICKED, Kind.JOINED),
+    *(Kind.CHOICE, Kind.STOPPED, Kind.LINEAR, Kind.SUM, Kind.LARGER, Kind.TOTAL),
+    *(Kind.EXCHANGED, Kind.SCATTERED),
+)
+
+
 class Product(NamedTuple):
     """A product of query and key, as it enters a softmax."""
 
@@ -147,6 +155,10 @@ class Softmaxes:
                 one, two = (x.alone for x in self.facts.inputs(eqn))
                 if one and two:
                     yield one | two, (eqn.inputs()[0], ())
+            if eqn.kind is Kind.LOG_TOTAL:
+                (logits,) = eqn.inputs()
+                if bits := self.facts.of(logits).products:
+                    yield bits, (logits, eqn.axes)
             for i, axes in _summed(eqn, self.facts.inputs(eqn)):
                 if bits := self.facts.of(eqn.inputs()[i]).unshared:
                     yield bits, (eqn.inputs()[i], axes)
@@ -171,8 +183,30 @@ class Softmaxes:
                 # The sum may be hidden, for example in a column of ones of the values.
                 # The softmax then sums along the axes along which it weighs values.
                 sums = [x for b, x in self.sums if b & bits]
+                if not sums and not any(self.divides(eqn) for eqn, _ in places):
+                    continue  # nothing normalizes these exponentials
                 over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
                 yield Softmax(bits, own, over, places, bool(sums))
+
+    def divides(self, eqn: Eqn) -> bool:
+        """Returns whether something is divided by entries of a result, or by their sum.
+
+        The values may have a column of ones, whose entry in the result is the sum by
+        which a softmax divides.
+        """
+        return eqn in self._divisors
+
+    @functools.cached_property
+    def _divisors(self) -> set[Eqn]:
+        """The equations whose entries, or sums of these, divide something."""
+
+        def follow(eqn: Eqn, k: int) -> Iterable[int]:
+            return range(len(eqn.inputs())) if eqn.kind in _IN_DIVISORS else ()
+
+        kinds = (Kind.QUOTIENT, Kind.POWER)
+        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
+        walks = (self.graph.walk(divisor, divisor.whole, follow) for divisor in by)
+        return {x.eqn for origins in walks for x in origins if x.eqn}
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
@@ -398,7 +432,8 @@ class Softmaxes:
         The softmax is then along positions of the activations; a router's softmax is
         along the outputs of its kernel. Every query weighs the same values; a gate, as
         in xLSTM, weighs only the values that belong to it. Learned queries are several,
-        or have a kernel, or meet keys that have one.
+        or have a kernel, or meet keys that have one. Graph attention adds scores of
+        both sides, which are no queries.
         """
         i = self.facts.weight_of(product.eqn)
         if i is None or product.eqn.kind is Kind.PRODUCT:
@@ -409,7 +444,8 @@ class Softmaxes:
         if not is_over_data or not other.leaves or self._is_gate(product, i, softmax):
             return False
         is_many = any(product.sizes[a] > 1 for a in product.free[i])
-        return is_many or fact.is_pair or self._has_kernel(key)
+        is_alone = softmax.bits == self.facts.product(product.eqn)
+        return is_many or fact.is_pair or (is_alone and self._has_kernel(key))
 
     def _is_gate(self, product: Product, i: int, softmax: Softmax) -> bool:
         """Returns whether outputs of a weight each weigh values of their own."""

@@ -28,6 +28,7 @@ class Taint(NamedTuple):
     bent: int = 0  # passed through a nonlinear function
     exponential: int = 0  # the bent products that passed through an exponential
     totals: int = 0  # the variable contains a sum of their entries
+    logged: int = 0  # the variable contains the logarithm of such a sum
     choice: int = 0  # a mask or an index depends on them
     varied: int = 0  # 0 if the variable is repeated along some axis, else 1
 
@@ -61,7 +62,8 @@ def suspicions(
 ) -> tuple[list[Layer], list[Layer]]:
     """Returns attention besides `layers`: with a possible softmax, and without one.
 
-    Attention without a softmax, such as by sigmoids, is not clipped and is no error.
+    A softmax divides exponentials by their sum. Attention without it, such as by
+    sigmoids or by exponentials alone, is not clipped and is no error.
     """
     found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
     refused, without_softmax, seen = [], [], set()
@@ -75,7 +77,8 @@ def suspicions(
         atoms = [atom for eqn in roots for atom in eqn.inputs()]
         makers = {m.number for x in atoms for m in found.makers.of(x, x.whole)}
         layer = Layer(roots, makers=makers)
-        if bits & found.exponential:
+        is_divided = bits & (found.divisors | found.normalized)
+        if bits & found.exponential and (is_divided or reader.divides(site)):
             layer.refusal = (
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
@@ -113,6 +116,8 @@ class _Suspicion(Forward[Taint]):
         self.sites: dict[tuple[Eqn, int], int] = {}
         # Products that weigh after an exponential, or after a sum of their entries.
         self.exponential = self.normalized = 0
+        # Products whose exponentials, or sums, divide something.
+        self.divisors = 0
         top = reader.graph.top
         self.run(top, [_ARRAY] * len(top.inputs))
 
@@ -137,6 +142,10 @@ class _Suspicion(Forward[Taint]):
             a, b = taints
             bent = a.linear & (b.linear | b.choice) | b.linear & a.choice
             out = out._replace(bent=out.bent | bent, choice=0)
+        if kind in (Kind.SUM, Kind.DIFFERENCE):  # as by a straight-through estimator
+            a, b = taints
+            bent = a.linear & b.choice | b.linear & a.choice
+            out = out._replace(bent=out.bent | bent)
         if is_of_two:
             return self._of_two(eqn, taints, out)
         if kind is Kind.REPEATED:
@@ -145,32 +154,47 @@ class _Suspicion(Forward[Taint]):
         if not any(out[:-1]):
             return nothing
         match kind:
-            case Kind.EXTREME | Kind.WINNER | Kind.ALGEBRA:
+            case Kind.EXTREME | Kind.ALGEBRA:
                 return nothing  # one number for many entries, where the search ends
             case Kind.CHOICE:
-                bent = out.bent | out.linear & taints[0].choice
-                return self.either(taints[1:])._replace(bent=bent)
+                test, *cases = taints
+                bent, chosen = out.bent | out.linear & test.choice, self.either(cases)
+                return chosen._replace(bent=bent, choice=chosen.choice | test.choice)
             case Kind.QUOTIENT:
                 a, b = taints
+                self.divisors |= b.exponential | b.totals
                 if not a.all:  # a denominator, unless it is a sigmoid written out
                     return _ARRAY._replace(bent=b.exponential, totals=b.totals)
                 bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
                 return a._replace(bent=bent, totals=totals)
             case Kind.TOTAL | Kind.MIXED | Kind.ORDER:
                 return self._summed(eqn, out)
-            case Kind.FOLDED:
-                return self._summed(eqn, out).nonlinear()
+            case Kind.LOG_TOTAL:
+                out = self._summed(eqn, out).nonlinear()
+                return out._replace(logged=out.totals)
             case Kind.EXPONENTIAL | Kind.BENT if _is_exponential(eqn):
-                return out.nonlinear()._replace(exponential=out.bent | out.linear)
+                # Only the logarithm of a sum normalizes here. A sum of logarithms is
+                # a product of weights, as in stick-breaking attention.
+                made, totals = out.bent | out.linear, out.totals & out.logged
+                self.divisors |= totals
+                return out.nonlinear()._replace(exponential=made, totals=totals)
             case Kind.LOGARITHM:  # a softplus or a log-softmax
-                return out.nonlinear()._replace(exponential=0)
+                return out.nonlinear()._replace(exponential=0, logged=out.totals)
+            case Kind.LARGER:
+                # A sum below which an activation keeps it, as in xLSTM, does not
+                # normalize: the weights do not add up to one.
+                facts = self._facts.inputs(eqn)
+                pairs = zip(facts, taints, strict=True)
+                is_bounded = any(f.is_deep and not x.all for f, x in pairs)
+                totals = 0 if is_bounded else out.totals
+                return out.nonlinear()._replace(totals=totals)
             case (
                 Kind.EXPONENTIAL
                 | Kind.BENT
                 | Kind.EQUAL
                 | Kind.POWER
                 | Kind.SOFTCAP
-                | Kind.LARGER
+                | Kind.FOLDED
             ):
                 return out.nonlinear()
             case (
@@ -186,6 +210,7 @@ class _Suspicion(Forward[Taint]):
                 | Kind.PRODUCT
                 | Kind.CONTRACTION
                 | Kind.SCATTERED
+                | Kind.WINNER
                 | Kind.EXCHANGED
                 | Kind.COUNTER
                 | Kind.GENERATED
@@ -215,6 +240,8 @@ class _Suspicion(Forward[Taint]):
             if not (eqn.contracted or other - own):
                 # Without an exponential, weights for each entry are gates or norms.
                 bits &= taints[i].exponential if own - other else 0
+            if eqn.contracted and self._is_mask(eqn.inputs()[i]):
+                bits |= taints[i].choice  # hard attention
             if not taints[1 - i].linear | taints[1 - i].bent:
                 self._met(eqn, i, bits, taints[i])
         if is_product and (eqn.contracted or eqn.name == _CONV):
@@ -227,6 +254,17 @@ class _Suspicion(Forward[Taint]):
         if not is_product or x.sole == y.sole not in (None, -1):
             return out  # both operands are outputs of one kernel, as in `silu`
         return out._replace(entrywise=self._born(eqn))
+
+    def _is_mask(self, atom: Atom) -> bool:
+        """Returns whether an array is a mask as numbers, such as one-hot rows."""
+        while len(made := self._reader.graph.made_by(atom)) == 1:
+            eqn, inputs = made[0], made[0].inputs()
+            if eqn.kind is Kind.CHOICE:
+                return all(x.number is not None for x in inputs[1:])
+            if eqn.kind not in (Kind.SAME, Kind.REPEATED, Kind.PERMUTED, Kind.STOPPED):
+                return is_choice(eqn, eqn.output())
+            atom = inputs[0]
+        return False
 
     def _met(self, eqn: Eqn, i: int, bits: int, taint: Taint) -> None:
         if bits:
@@ -287,9 +325,9 @@ class _Suspicion(Forward[Taint]):
             if over or eqn.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
                 now[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
-        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
-        entrywise, linear, bent, exponential, totals = kept
-        return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
+        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]]
+        entrywise, linear, *rest = kept
+        return Taint(0, entrywise | linear, *rest, varied=1)
 
     # Products, by dimensions of their result.
 
