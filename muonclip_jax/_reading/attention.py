@@ -267,7 +267,8 @@ class LayerReader:
         events = union(facts.meetings(x) & ~past for x, past in before.items())
         parameters = union(1 << x for x in before)
         for atom, role, line in arrays:
-            for use in self.dependence.uses(atom, events, parameters):
+            is_side = role is not None or atom in own
+            for use in self.dependence.uses(atom, events, parameters, is_side):
                 sides = [i for i, x in enumerate(scaled) if x.has(use)]
                 if role not in sides or use.event not in scaled[role].events:
                     why = AGAIN.format(line or use.line or self.layer.line)

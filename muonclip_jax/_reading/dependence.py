@@ -6,7 +6,7 @@ parameters, but query and key may share a fused kernel, so marks go back to entr
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,15 +34,24 @@ class Dependence:
         # Products whose attention weights end the search: they feed later layers.
         self._attention = attention
 
-    def uses(self, atom: Atom, events: int, parameters: int) -> Iterator[Use]:
-        """Yields an array's uses of parameters that meet activations at some events."""
+    def uses(
+        self, atom: Atom, events: int, parameters: int, is_side: bool
+    ) -> Iterator[Use]:
+        """Yields an array's uses of parameters that meet activations at some events.
+
+        The output of earlier attention is the input of a layer. `is_side` says that
+        the array is a query or a key: if attention makes it without a kernel, as where
+        retrieved patterns are queries again, the logits of both are one layer's.
+        """
         graph, facts = self._graph, self._facts
         met: list[tuple[Atom, AllMarks, int, str]] = []
         lost: list[tuple[Eqn, str]] = []
 
-        def ahead(origin: Origin, line: str) -> list[tuple[int, str]]:
+        def ahead(origin: Origin, carried: Any) -> list[tuple[int, Any]]:
             if (eqn := origin.eqn) is None:
                 return []
+            line, is_apart = carried
+            is_apart |= eqn.is_product and facts.weight_of(eqn) is not None
             inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
             if not back and jnp.issubdtype(
                 eqn.output(origin.k).var.aval.dtype, jnp.inexact
@@ -50,7 +59,7 @@ class Dependence:
                 lost.append((eqn, line or eqn.line))
             weights, after = [], []
             for i, fact in enumerate(facts.inputs(eqn)):
-                if i not in back or self._is_of_attention(eqn, fact):
+                if i not in back or (is_apart and self._is_of_attention(eqn, fact)):
                     continue
                 if fact.is_weight and fact.leaves & parameters:
                     weights.append(i)
@@ -61,12 +70,12 @@ class Dependence:
             for i in weights:
                 own = tuple(map(back[i], origin.all_marks))
                 met.append((inputs[i], own, facts.event(eqn), line))
-            return [(i, line) for i in after]
+            return [(i, (line, is_apart)) for i in after]
 
         if facts.of(atom).is_weight:
             met.append((atom, atom.whole, 0, ""))
         else:
-            graph.back(atom, atom.whole, ahead, "")
+            graph.back(atom, atom.whole, ahead, ("", not is_side))
         for weight, all_marks, event, line in met:
             if event & events or not event:
                 for parameter, marks in self._entries(weight, all_marks):

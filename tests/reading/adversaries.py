@@ -8,4 +8,5 @@ import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
 import adversaries_softmaxes as adversaries_softmaxes
 import adversaries_systems as adversaries_systems
+import adversaries_unusual as adversaries_unusual
 from pieces_of_cases import CASES as CASES

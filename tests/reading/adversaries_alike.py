@@ -61,7 +61,7 @@ def edges_of_each_example(p, x, edges):
     return end(p, x, y.reshape(B, T, D))
 
 
-@case(SAYS, one(), X[0], EDGES, attention="said")
+@case(SAYS, one(), X[0], EDGES, attention="read")
 def edges_by_multiply_and_sum(p, x, edges):
     to, come = edges
     q, k, v = (cut(x @ p[n]) for n in "qkv")

@@ -191,7 +191,7 @@ def query_scaled_by_the_logarithm_of_its_place(p, x):
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
-@case(SAYS, one(), X, attention="maybe")
+@case(SAYS, one(), X, attention="named")
 def sticks_that_break(p, x):
     q, k, v = qkv(p, x)
     logits = scores(q, k)

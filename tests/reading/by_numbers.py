@@ -27,6 +27,7 @@ class Case(NamedTuple):
         `read`: every head by itself; `jointly`: all heads by the largest, at least;
         `said`: refused, or right; `none`: there is none, and none may be suspected;
         `again`: read; a layer is called twice, so the clip need not be exact;
+        `named`: it has no softmax, so it is listed as not clipped, which is no error;
         `maybe`: there is something like it, refused or denied in the printed reading.
     `scaled`: patterns of leaves besides q* and k* that the clip may change.
     `plain`: a function with the same logits, where they cannot be seen in `fun`.
@@ -238,7 +239,9 @@ def _judged(case: Case) -> Verdict:
 def _without_attention(case: Case, reading: Any, said: list[str]) -> Verdict:
     if reading.attention:
         return Verdict("wrong", f"attention found, and none there: {reading.attention}")
-    if reading.refused and case.attention == "none":
+    if case.attention == "named" and not reading.not_clipped:
+        return Verdict("wrong", "attention without a softmax is not listed")
+    if reading.refused and case.attention in ("none", "named"):
         return Verdict("suspected", "; ".join(reading.refused))
     said += reading.refused
     if not reading.refused and case.attention == "maybe":
