@@ -38,6 +38,8 @@ MODELS = {
 }
 #: All heads share the gains of query and key, so that one factor serves them all.
 JOINT = "Qwen3-Next, one added"
+#: No force depends on what is added to every energy.
+UNUSED = {"PaiNN by forces": {"readout/b2"}}
 CLIPPED = [name for name, model in MODELS.items() if model.layers]
 
 
@@ -96,7 +98,7 @@ SHORT = "Qwen3-Next", "simply", "xLSTM", "MViT by means", "PaiNN"
 @pytest.mark.parametrize("name", few(MODELS, *SHORT))
 def test_leaves_are_what_an_expert_calls_them(name):
     reading, leaves = read(name), expected(MODELS[name])
-    assert not reading.unknown
+    assert set(reading.unknown) <= UNUSED.get(name, set())
     found = said(leaves, reading.labels, reading.dimension_numbers)
     wrong = differing(found, leaves)
     assert not wrong, {path: (leaf, leaves[path]) for path, leaf in wrong.items()}
