@@ -315,6 +315,25 @@ def _product(op: Op) -> Moves:
     return [(i, op.through(to)) for i, to in enumerate(op.eqn.to)]
 
 
+def _convolution(op: Op) -> Moves:
+    """Returns the moves of a convolution; groups of features stay apart."""
+    (image, kernel), numbers = op.eqn.to, op.params["dimension_numbers"]
+    feature, out = numbers.lhs_spec[1], numbers.out_spec[1]
+    groups, features = op.params["feature_group_count"], op.ins[0][feature]
+    to = [out if d == feature and groups > 1 else x for d, x in enumerate(image)]
+
+    def move(marks: Marks) -> Marks:
+        axis = op.lead + out
+        if groups > 1 and (n := marks.shape[axis]) > 1:
+            shape = marks.shape[:axis], marks.shape[axis + 1 :]
+            marks = marks.reshape((*shape[0], groups, n // groups, *shape[1]))
+            marks = union_along(marks, [axis + 1]).squeeze(axis + 1)
+            marks = np.repeat(marks, features // groups, axis)
+        return small(moved(marks, op.lead, to))
+
+    return [(0, move), (1, op.through(kernel))]
+
+
 def sides(eqn: Any) -> list[list[int | None]]:
     """Returns the dimension of the result that each dimension of an operand becomes.
 
@@ -597,12 +616,13 @@ _ROWS = (
     ),
     Row("eq", Kind.EQUAL, _none, _entrywise, None),
     Row(
-        "dot_general ragged_dot_general ragged_dot conv_general_dilated",
+        "dot_general ragged_dot_general ragged_dot",
         Kind.CONTRACTION,
         _none,
         _product,
         None,
     ),
+    Row("conv_general_dilated", Kind.CONTRACTION, _none, _convolution, None),
     Row("reduce_sum", Kind.TOTAL, _each("axes"), _reduce, None),
     Row("cumsum", Kind.TOTAL, _one("axis"), _mixing, None),
     Row("reduce_window_sum", Kind.TOTAL, _windowed, _windows, None),

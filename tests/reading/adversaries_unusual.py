@@ -64,6 +64,15 @@ def features_pooled_within_heads(p, x):
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
+@case(SAYS, one(), X, attention="read")
+def patches_of_keys_averaged(p, x):
+    """Patches are a convolution with one group for each feature, and no weights."""
+    q, k, v = (x @ p[name] for name in "qkv")
+    k = jax.lax.conv_general_dilated_patches(k.swapaxes(1, 2), (2,), (1,), "SAME")
+    k = k.reshape(B, D, 2, T).mean(2).swapaxes(1, 2)
+    return end(p, x, mixed(soft(scores(cut(q), cut(k))), cut(v)))
+
+
 # Learned queries, and softmaxes that are summed key by key.
 
 LABELS = "query vector; k v o 0|1; head head"
