@@ -252,7 +252,7 @@ def _given(numbers: Any) -> Verdict:
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
-    """The verdict on each leaf by a model's reading; by its name where that says none.
+    """The verdict on each leaf by a model's reading.
 
     By path, since a mask hides leaves, and NNX's optimizer gives plain dicts.
 
@@ -260,28 +260,37 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     """
     check_read(model, tree)
     hidden, read = Verdict("vector", None, "hidden", "hidden"), model.verdicts
-    found = {
+    return {
         path: hidden if paths.is_masked(leaf) else read[path]
         for path, leaf in tree.by_path().items()
     }
-    doubtful = [
-        path
-        for path, said in found.items()
-        if not said.is_known or said.kind == "elementwise"
-    ]
-    named = ByNames(tree).verdicts() if doubtful else {}
-    for path in doubtful:
-        said, name = found[path], named[path]
+
+
+def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of a trace, with those by names where it does not show a use.
+
+    Names are asked once, about the whole tree, so that all who use a reading say the
+    same of a leaf, and a mask changes nothing. What names leave open, too, is a vector
+    that the user is asked about.
+    """
+    if all(said.is_known and said.kind != "elementwise" for said in read):
+        return [*read]
+    named, found = ByNames(tree).verdicts(), []
+    for path, _, said in tree.rows(read):
+        name = named[path]
+        is_sure = name.numbers is not None and name.is_known and names.is_layer(path)
         if not said.is_known:
-            found[path] = name._replace(source="unread")
+            label = name.label if name.is_known else "vector"
+            about = dict(label=label, source="unread", line=said.line, use=said.kind)
+            said = name._replace(**about)
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
-        elif name.numbers is not None and name.is_known and names.is_layer(path):
+        elif said.kind == "elementwise" and is_sure:
             kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
-            found[path] = name._replace(
-                source="read", kind=kind, line=said.line, is_known=False
-            )
+            about = dict(numbers=name.numbers, kind=kind, is_known=False)
+            said = said._replace(**about)
+        found.append(said)
     return found
 
 
