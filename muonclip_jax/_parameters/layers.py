@@ -7,6 +7,7 @@ in front, as Flax, Haiku and Haliax put it, after the first axis, as MaxText doe
 the end.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -80,6 +81,7 @@ class Leaf(NamedTuple):
     letters: tuple[str, ...] = ()  # of the layout, or of several that fit
     experts: Shape | None = None  # the shape of the router
     is_part: bool = False  # a kernel is next to it
+    width: float = 0  # the features of the model
     hides: bool = False  # a mask hides what may decide
 
     @property
@@ -150,7 +152,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     weights = {
         own
         for own, path in written.items()
-        if own and own[-1].split(".")[-1] == "weight" and path[-1] == "kernel"
+        if own and _apart(own[-1])[-1] == "weight" and path[-1] == "kernel"
     }
     votes = [x for x in map(is_outputs_first, weights) if x is not None]
     weights_turned = sum(votes) * 2 >= len(votes)
@@ -158,7 +160,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     for own, path in written.items():
         shape, axes, bias = layers[own], axes_of[own], bias_of[own]
         is_kernel = path[-1:] == ("kernel",)
-        spelled = own[-1].split(".")[-1] if is_kernel else "".join(path[-1:])
+        spelled = _apart(own[-1])[-1] if is_kernel else "".join(path[-1:])
         kind = names.kind((*path[:-1], spelled))
         is_array = kind == "embedding" and not is_kernel
         is_turned = False if is_array else is_outputs_first(own)
@@ -173,12 +175,19 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     return found
 
 
+def _apart(name: str) -> list[str]:
+    """The modules and the leaf in one name. e3nn writes `w[0,1] 32x0e,8x1o`."""
+    return re.sub(r"^(w|weight|kernel)\[.*", r"\1", name).split(".")
+
+
 def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
     """The path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
     for own, shape in layers.items():
-        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
-        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
+        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path, SAM in
+        # Scenic `layers.2`.
+        above = [x for name in own[:-1] for x in name.split(".")]
+        *module, last = (*above, *_apart(own[-1])) if own else ("",)
         if last == "b" and (*own[:-1], "w") in layers:
             last = "bias"
         elif last in ("w", "weight", "weights") and (

@@ -112,7 +112,11 @@ def _may_be_head(x: Leaf) -> bool:
 
 def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
     # What says nothing is called what its module is: `final/linear`.
-    said = names.words("".join(x.path[-3:-2] if is_last else x.path[-2:-1]))
+    module = "".join(x.path[-3:-2] if is_last else x.path[-2:-1])
+    said = names.words(module)
+    first, last = said[:1], names.without_layers(module)[-1:]
+    if "pre" not in first and not names.BEFORE_LAYERS.isdisjoint(last):
+        return True
     is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
     return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
 

@@ -5,6 +5,7 @@ list serves all libraries. The first rule that holds decides; `outputs` then loo
 kernels that may write the output. A rule that would have to guess asks.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .verdict import EitherWay, Verdict
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
+_HEADS = 16  # of attention, or streams, experts, tokens: far fewer than features
 _ROUTERS = {"router", "gate", "gates"}
 _EXPERTS = {"expert", "experts"}
 
@@ -56,11 +58,31 @@ def is_said(x: Leaf) -> bool:
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
 
+def is_array(x: Leaf) -> bool:
+    """Neither a kernel nor called as a layer is."""
+    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
+    return not (is_layer or names.is_low_rank(x.path))
+
+
+def is_few(x: Leaf) -> bool:
+    """Few rows where the model has many features: of heads, streams or tokens."""
+    few, features = min(x.shape), max(x.width, *x.shape)
+    is_weight = not names.KERNELS.isdisjoint(names.words(x.path[-1])[-1:])
+    is_narrow = few <= _HEADS and x.width >= 4 * few and not is_weight
+    return (few < _WINDOW or is_narrow) and features >= 16
+
+
 def is_small(x: Leaf) -> bool:
     """An array of a few rows may be gains; alongside a kernel, its mask or a vector."""
-    is_few = min(x.shape) < _WINDOW and max(x.shape) >= 16
-    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
-    return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
+    return (is_few(x) or x.is_part) if is_array(x) else x.is_kernel and is_mixing(x)
+
+
+def is_mixing(x: Leaf) -> bool:
+    """A small square without a bias may mix heads or streams, if it is not a layer."""
+    is_layer = x.bias is not None or names.is_called_layer(x.path[-2:-1]) or x.is_conv
+    is_layer |= bool(names.UNNAMED.fullmatch(x.module))
+    few, features = min(x.shape), max(x.width, *x.shape)
+    return x.shape == (few, few) and 4 * few <= features >= 16 and not is_layer
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -124,6 +146,8 @@ def as_window(x: Leaf) -> Sides | None:
 #: In this order. With a bias, what is called a table is a layer, such as patches.
 RULES = (
     Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
+    # Gains of a layer, a token: one row has no singular values to make even.
+    Rule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
@@ -132,13 +156,24 @@ RULES = (
     Rule("embedding", lambda x: x.is_table, "vector"),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
-    Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
+    Rule(
+        "may be no layer",
+        # The bias alongside is that of a kernel, not of a `diag_kernel`.
+        lambda x: (
+            x.kind == "no layer" and not (x.is_layer and x.path[-1:] == ("kernel",))
+        ),
+        "asked",
+    ),
 )
-#: Leaves of two axes. One row of weights has no singular values to make even.
+#: Leaves of two axes.
 OF_TWO_AXES = (
     Rule(
         "one output",
-        lambda x: x.is_kernel and 1 in x.shape[-1:] and not names.is_low_rank(x.path),
+        lambda x: (
+            (x.is_kernel or names.is_called_layer(x.path[-1:]))
+            and 1 in x.shape[-1:]
+            and not names.is_low_rank(x.path)
+        ),
     ),
     Rule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
@@ -197,10 +232,16 @@ class ByNames:
         self.hides = any(map(names.is_vector, hidden))
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         modules = {x.path[:-1] for x in leaves.values() if x.is_kernel or x.rank > 2}
+        width = max(
+            (sorted(x.shape)[-2] for x in leaves.values() if x.rank > 1), default=0
+        )
+        if any(not _is_no_layer(leaves[path]) for path in hidden):
+            width = math.inf
         self.leaves = {
             own: x._replace(
                 experts=experts.get(own),
                 is_part=x.path[:-1] in modules,
+                width=width,
                 hides=self.hides,
                 **layouts.get(own, {}),
             )
@@ -243,6 +284,11 @@ class ByNames:
             inputs, outputs = sides_of(leaf.letters[0])
             return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
         return found
+
+
+def _is_no_layer(hidden: Leaf) -> bool:
+    """Checks a leaf that a mask hides for a name of what is no layer."""
+    return hidden.kind != "" or names.is_vector(hidden.own)
 
 
 def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
