@@ -25,17 +25,32 @@ def find_stacks(
     """The stack of each leaf: given, or shared by all leaves of a module."""
     found = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
+    hiding: set[Path] = set()  # modules of which a mask hides a part
     for path, leaf in leaf_at.items():
-        for depth in range(len(path) * (path not in found and not is_masked(leaf))):
-            members.setdefault(path[:depth], {})[path] = tuple(leaf.shape)
-    for module in sorted(members, key=len):  # the outermost of nested stacks
+        modules = [path[:depth] for depth in range(len(path))]
+        if is_masked(leaf):
+            hiding.update(modules)
+        elif path not in found:
+            for module in modules:
+                members.setdefault(module, {})[path] = tuple(leaf.shape)
+    outermost = sorted(members, key=len)
+    for i, module in enumerate(outermost):  # the outermost of nested stacks
         if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
-            found |= _shared(members[module])
+            first, *others = [*_shared(members[module]), {}]
+            if first and module in hiding:
+                # What is hidden may not share it: then it is at another place, or
+                # there are stacks in what the module holds.
+                inner = (x for x in outermost[i + 1 :] if x[: len(module)] == module)
+                inner = (members[x] for x in inner if len(members[x]) > 1)
+                others += [each for shapes in inner for each in _shared(shapes)]
+                is_sure = all(first[p] == x for each in others for p, x in each.items())
+                first = {p: x._replace(is_sure=is_sure) for p, x in first.items()}
+            found |= first
     return dict.fromkeys(leaf_at, Stack(0, 0)) | found
 
 
-def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
-    """The stack that all leaves under a module share, if they do, by their paths."""
+def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, Stack]]:
+    """The stacks that all leaves under a module share, the likeliest first."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
     # Libraries put layers first, after the first axis, or last.
@@ -53,12 +68,13 @@ def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
         x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )
     if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
-        return {}
+        return []
+    shared = []
     for axis in places:
-        found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
-        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
-            return {p: x for p, x in found.items() if x}
-    return {}
+        at = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
+        if len({x and x.sizes(shapes[p]) for p, x in at.items()}) == 1:
+            shared.append({p: x for p, x in at.items() if x})
+    return shared
 
 
 def without_ones(bias: Shape) -> Shape:
@@ -76,6 +92,7 @@ class Leaf(NamedTuple):
     bias: Shape | None  # alongside it; of no axes where a mask hides it
     kind: str  # by its name
     is_turned: bool  # the leaf has its outputs first
+    is_hidden: bool  # by a mask
     # By what is around it:
     role: str = ""  # in a layout
     letters: tuple[str, ...] = ()  # of the layout, or of several that fit
@@ -132,7 +149,7 @@ class Leaf(NamedTuple):
 def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
     """One layer of each leaf in Flax's words, turned where its outputs come first."""
     layers, axes_of = {}, {}
-    for own, (start, depth) in stacks.items():
+    for own, (start, depth, _) in stacks.items():
         shape = () if is_masked(leaf_at[own]) else tuple(leaf_at[own].shape)
         kept = [i for i in range(len(shape)) if not start <= i < start + depth]
         layers[own] = tuple(shape[i] for i in kept)
@@ -171,7 +188,9 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
         by = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = Leaf(own, path, shape, axes, bias, kind, is_turned)
+        found[own] = Leaf(
+            own, path, shape, axes, bias, kind, is_turned, is_masked(leaf_at[own])
+        )
     return found
 
 

@@ -67,7 +67,7 @@ def is_array(x: Leaf) -> bool:
 def is_few(x: Leaf) -> bool:
     """Few rows where the model has many features: of heads, streams or tokens."""
     few, features = min(x.shape), max(x.width, *x.shape)
-    is_weight = not names.KERNELS.isdisjoint(names.words(x.path[-1])[-1:])
+    is_weight = not names.KERNELS.isdisjoint(names.words("".join(x.path[-1:]))[-1:])
     is_narrow = few <= _HEADS and x.width >= 4 * few and not is_weight
     return (few < _WINDOW or is_narrow) and features >= 16
 
@@ -193,6 +193,8 @@ OF_MORE_AXES = (
     Rule("shapes together", by_layout, "matrix"),
     Rule("experts of a router", as_expert, "matrix"),
     Rule("open", is_open, "asked"),
+    # What is hidden may show a stack of layers instead.
+    Rule("open", lambda x: x.hides and not x.is_conv and is_depthwise(x), "asked"),
     Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
     Rule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
     Rule("convolution", as_window, "matrix"),
@@ -227,15 +229,22 @@ class ByNames:
                 is_first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
                 kind = "embedding" if is_first else "head"
                 leaves[own] = leaves[own]._replace(kind=kind)
-        # A mask of matrices hides vectors, and heads with them.
-        hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
+        hidden = {path for path, x in self.leaf_at.items() if is_masked(x)}
         self.hides = any(map(names.is_vector, hidden))
+        # A mask of matrices hides vectors, tables and heads: whoever made it knows them.
+        vectors = {own for own, x in leaves.items() if names.is_vector(own)}
+        vectors |= {own for own, x in leaves.items() if x.kind and x.kind != "head"}
+        tables = {own for own, x in leaves.items() if x.kind == "embedding"}
+        in_sight = [x for own, x in leaves.items() if own not in hidden]
+        has_others = any(x.rank < 2 or x.kind or x.own in vectors for x in in_sight)
+        may_hide_heads = bool(hidden - vectors or hidden & tables)
+        self.is_of_matrices = self.hides and may_hide_heads and not has_others
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         modules = {x.path[:-1] for x in leaves.values() if x.is_kernel or x.rank > 2}
         width = max(
             (sorted(x.shape)[-2] for x in leaves.values() if x.rank > 1), default=0
         )
-        if any(not _is_no_layer(leaves[path]) for path in hidden):
+        if hidden - vectors:
             width = math.inf
         self.leaves = {
             own: x._replace(
@@ -259,10 +268,10 @@ class ByNames:
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
-        if not self.hides:
+        if not self.is_of_matrices:
             found |= outputs_of(self.leaves, found, self.stacks)
         for own, verdict in found.items():
-            start, depth = self.stacks[own]
+            start, depth, _ = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:
                 sizes = " x ".join(
                     map(str, self.stacks[own].sizes(self.leaf_at[own].shape))
@@ -278,17 +287,14 @@ class ByNames:
             return Verdict("vector", None, "hidden", "hidden")
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             return Verdict("vector", None, "no floats")
+        if not (self.stacks[leaf.own].is_sure or leaf.kind or len(array.shape) < 2):
+            return Verdict("matrix", None, "open", is_known=False)
         rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
         found = next(filter(None, (rule.verdict(leaf) for rule in rules)))
         if per_head and found.kind == "attention" and leaf.role in WITH_HEADS:
             inputs, outputs = sides_of(leaf.letters[0])
             return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
         return found
-
-
-def _is_no_layer(hidden: Leaf) -> bool:
-    """Checks a leaf that a mask hides for a name of what is no layer."""
-    return hidden.kind != "" or names.is_vector(hidden.own)
 
 
 def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
