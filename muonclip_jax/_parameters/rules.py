@@ -68,7 +68,7 @@ def is_few(x: Leaf) -> bool:
     """Few rows where the model has many features: of heads, streams or tokens."""
     few, features = min(x.shape), max(x.width, *x.shape)
     is_weight = not names.KERNELS.isdisjoint(names.words("".join(x.path[-1:]))[-1:])
-    is_narrow = few <= _HEADS and x.width >= 4 * few and not is_weight
+    is_narrow = few <= _HEADS and x.width > 4 * few and not is_weight
     return (few < _WINDOW or is_narrow) and features >= 16
 
 
@@ -231,7 +231,7 @@ class ByNames:
                 leaves[own] = leaves[own]._replace(kind=kind)
         hidden = {path for path, x in self.leaf_at.items() if is_masked(x)}
         self.hides = any(map(names.is_vector, hidden))
-        # A mask of matrices hides vectors, tables and heads: whoever made it knows them.
+        # A mask of matrices hides vectors, tables and heads, which its maker knew.
         vectors = {own for own, x in leaves.items() if names.is_vector(own)}
         vectors |= {own for own, x in leaves.items() if x.kind and x.kind != "head"}
         tables = {own for own, x in leaves.items() if x.kind == "embedding"}
