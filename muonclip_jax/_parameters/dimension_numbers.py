@@ -273,25 +273,25 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
     same of a leaf, and a mask changes nothing. What names leave open, too, is a vector
     that the user is asked about.
     """
-    if all(said.is_known and said.kind != "elementwise" for said in read):
+    if all(use.is_known and use.kind != "elementwise" for use in read):
         return [*read]
-    named, found = ByNames(tree).verdicts(), []
-    for path, _, said in tree.rows(read):
+    named, verdicts = ByNames(tree).verdicts(), []
+    for path, _, use in tree.rows(read):
         name = named[path]
         is_sure = name.numbers is not None and name.is_known and names.is_layer(path)
-        if not said.is_known:
+        if not use.is_known:
             label = name.label if name.is_known else "vector"
-            about = dict(label=label, source="unread", line=said.line, use=said.kind)
-            said = name._replace(**about)
+            about = dict(label=label, source="unread", line=use.line, use=use.kind)
+            use = name._replace(**about)
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
-        elif said.kind == "elementwise" and is_sure:
-            kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
+        elif use.kind == "elementwise" and is_sure:
+            kind = f"a kernel by its name, but multiplied entry by entry at {use.line}"
             about = dict(numbers=name.numbers, kind=kind, is_known=False)
-            said = said._replace(**about)
-        found.append(said)
-    return found
+            use = use._replace(**about)
+        verdicts.append(use)
+    return verdicts
 
 
 def views_of(

@@ -232,10 +232,10 @@ class ByNames:
         hidden = {path for path, x in self.leaf_at.items() if is_masked(x)}
         self.hides = any(map(names.is_vector, hidden))
         # A mask of matrices hides vectors, tables and heads, which its maker knew.
-        vectors = {own for own, x in leaves.items() if names.is_vector(own)}
-        vectors |= {own for own, x in leaves.items() if x.kind and x.kind != "head"}
-        tables = {own for own, x in leaves.items() if x.kind == "embedding"}
-        in_sight = [x for own, x in leaves.items() if own not in hidden]
+        vectors = {x for x in leaves if names.is_vector(x)}
+        vectors |= {x.own for x in leaves.values() if x.kind not in ("", "head")}
+        tables = {x.own for x in leaves.values() if x.kind == "embedding"}
+        in_sight = [x for x in leaves.values() if x.own not in hidden]
         has_others = any(x.rank < 2 or x.kind or x.own in vectors for x in in_sight)
         may_hide_heads = bool(hidden - vectors or hidden & tables)
         self.is_of_matrices = self.hides and may_hide_heads and not has_others
