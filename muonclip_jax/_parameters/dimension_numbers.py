@@ -270,8 +270,8 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
     """The verdicts of a trace, with those by names where it does not show a use.
 
     Names are asked once, about the whole tree, so that all who use a reading say the
-    same of a leaf, and a mask changes nothing. What names leave open, too, is a vector
-    that the user is asked about.
+    same of a leaf, and a mask changes nothing. A leaf that names leave open, too, is a
+    vector that the user is asked about.
     """
     if all(use.is_known and use.kind != "elementwise" for use in read):
         return [*read]

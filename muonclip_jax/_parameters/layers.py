@@ -38,7 +38,7 @@ def find_stacks(
         if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
             first, *others = [*_shared(members[module]), {}]
             if first and module in hiding:
-                # What is hidden may not share it: then it is at another place, or
+                # Hidden leaves may not share it: then it is at another place, or
                 # there are stacks in what the module holds.
                 inner = (x for x in outermost[i + 1 :] if x[: len(module)] == module)
                 inner = (members[x] for x in inner if len(members[x]) > 1)

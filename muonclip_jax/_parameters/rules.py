@@ -193,7 +193,7 @@ OF_MORE_AXES = (
     Rule("shapes together", by_layout, "matrix"),
     Rule("experts of a router", as_expert, "matrix"),
     Rule("open", is_open, "asked"),
-    # What is hidden may show a stack of layers instead.
+    # Hidden leaves may show a stack of layers instead.
     Rule("open", lambda x: x.hides and not x.is_conv and is_depthwise(x), "asked"),
     Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
     Rule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
