@@ -12,7 +12,6 @@ from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .._parameters.given import check_model, Model
-from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict
 from .attention_layers import Attention, Layers, layers_of, resolve_attention
 from .owned_leaf import OwnedLeaf
@@ -50,9 +49,9 @@ class MatrixRules(NamedTuple):
                     own.append((leaf in layer.key, owned))
         found = resolve_verdicts(numbers, tree, model=model, described=described)
         # A reading finds heads through the logits, so it does not know the value's
-        # heads. Names decide these, as they do without a reading.
-        is_named = is_cut and model is not None
-        named = ByNames(tree).verdicts(per_head=True) if is_named else {}
+        # heads. Names decide these, as they do without a reading: those of all that was
+        # read, since a mask may hide what shows the heads.
+        named = model.heads_by_name if is_cut and model is not None else {}
         for i, (path, leaf, verdict) in enumerate(tree.rows(found)):
             given, must = verdict.numbers, bool(self.per_head)
             # A bias goes to AdamW, whatever its heads. A matrix that the user has split

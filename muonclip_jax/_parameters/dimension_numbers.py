@@ -252,7 +252,7 @@ def _given(numbers: Any) -> Verdict:
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
-    """The verdict on each leaf by a model's reading; by its name where that says none.
+    """The verdict on each leaf by a model's reading.
 
     By path, since a mask hides leaves, and NNX's optimizer gives plain dicts.
 
@@ -260,29 +260,38 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     """
     check_read(model, tree)
     hidden, read = Verdict("vector", None, "hidden", "hidden"), model.verdicts
-    found = {
+    return {
         path: hidden if paths.is_masked(leaf) else read[path]
         for path, leaf in tree.by_path().items()
     }
-    doubtful = [
-        path
-        for path, said in found.items()
-        if not said.is_known or said.kind == "elementwise"
-    ]
-    named = ByNames(tree).verdicts() if doubtful else {}
-    for path in doubtful:
-        said, name = found[path], named[path]
-        if not said.is_known:
-            found[path] = name._replace(source="unread")
+
+
+def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of a trace, with those by names where it does not show a use.
+
+    Names are asked once, about the whole tree, so that all who use a reading say the
+    same of a leaf, and a mask changes nothing. A leaf that names leave open, too, is a
+    vector that the user is asked about.
+    """
+    if all(use.is_known and use.kind != "elementwise" for use in read):
+        return [*read]
+    named, verdicts = ByNames(tree).verdicts(), []
+    for path, _, use in tree.rows(read):
+        name = named[path]
+        is_sure = name.numbers is not None and name.is_known and names.is_layer(path)
+        if not use.is_known:
+            label = name.label if name.is_known else "vector"
+            about = dict(label=label, source="unread", line=use.line, use=use.kind)
+            use = name._replace(**about)
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
-        elif name.numbers is not None and name.is_known and names.is_layer(path):
-            kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
-            found[path] = name._replace(
-                source="read", kind=kind, line=said.line, is_known=False
-            )
-    return found
+        elif use.kind == "elementwise" and is_sure:
+            kind = f"a kernel by its name, but multiplied entry by entry at {use.line}"
+            about = dict(numbers=name.numbers, kind=kind, is_known=False)
+            use = use._replace(**about)
+        verdicts.append(use)
+    return verdicts
 
 
 def views_of(

@@ -31,6 +31,8 @@ class Model(Protocol):
     @property
     def verdicts(self) -> Mapping[Path, Verdict]: ...
     @property
+    def heads_by_name(self) -> Mapping[Path, Verdict]: ...
+    @property
     def shapes(self) -> Mapping[Path, Shape]: ...
     @property
     def refused(self) -> Sequence[str]: ...
@@ -103,12 +105,15 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
         return False
     # A mapping of names is either: patterns of paths, or a tree whose first keys are
     # modules. Some key that is no module's, written as a pattern, decides; or all of
-    # them, which then are names that `by_pattern` refuses better than a tree does.
+    # them, which then are names that `by_pattern` refuses better than a tree does; or
+    # that entries of leaves alone lack some, since a tree would have all.
     params = tree.rebuilt()
     keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]
     is_written_so = any(re.search(r"[*?\[/]", key) for key in others)
-    return is_written_so or len(others) == len(entries)
+    is_of_leaves = {tuple(key.split("/")) for key in entries} <= {*tree.paths}
+    is_part = is_of_leaves and not keys <= entries.keys()
+    return is_written_so or is_part or len(others) == len(entries)
 
 
 def by_pattern(

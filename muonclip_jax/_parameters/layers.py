@@ -7,6 +7,7 @@ in front, as Flax, Haiku and Haliax put it, after the first axis, as MaxText doe
 the end.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -24,17 +25,32 @@ def find_stacks(
     """The stack of each leaf: given, or shared by all leaves of a module."""
     found = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
+    hiding: set[Path] = set()  # modules of which a mask hides a part
     for path, leaf in leaf_at.items():
-        for depth in range(len(path) * (path not in found and not is_masked(leaf))):
-            members.setdefault(path[:depth], {})[path] = tuple(leaf.shape)
-    for module in sorted(members, key=len):  # the outermost of nested stacks
+        modules = [path[:depth] for depth in range(len(path))]
+        if is_masked(leaf):
+            hiding.update(modules)
+        elif path not in found:
+            for module in modules:
+                members.setdefault(module, {})[path] = tuple(leaf.shape)
+    outermost = sorted(members, key=len)
+    for i, module in enumerate(outermost):  # the outermost of nested stacks
         if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
-            found |= _shared(members[module])
+            first, *others = [*_shared(members[module]), {}]
+            if first and module in hiding:
+                # Hidden leaves may not share it: then it is at another place, or
+                # there are stacks in what the module holds.
+                inner = (x for x in outermost[i + 1 :] if x[: len(module)] == module)
+                inner = (members[x] for x in inner if len(members[x]) > 1)
+                others += [each for shapes in inner for each in _shared(shapes)]
+                is_sure = all(first[p] == x for each in others for p, x in each.items())
+                first = {p: x._replace(is_sure=is_sure) for p, x in first.items()}
+            found |= first
     return dict.fromkeys(leaf_at, Stack(0, 0)) | found
 
 
-def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
-    """The stack that all leaves under a module share, if they do, by their paths."""
+def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, Stack]]:
+    """The stacks that all leaves under a module share, the likeliest first."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
     # Libraries put layers first, after the first axis, or last.
@@ -52,12 +68,13 @@ def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
         x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )
     if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
-        return {}
+        return []
+    shared = []
     for axis in places:
-        found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
-        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
-            return {p: x for p, x in found.items() if x}
-    return {}
+        at = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
+        if len({x and x.sizes(shapes[p]) for p, x in at.items()}) == 1:
+            shared.append({p: x for p, x in at.items() if x})
+    return shared
 
 
 def without_ones(bias: Shape) -> Shape:
@@ -75,11 +92,13 @@ class Leaf(NamedTuple):
     bias: Shape | None  # alongside it; of no axes where a mask hides it
     kind: str  # by its name
     is_turned: bool  # the leaf has its outputs first
+    is_hidden: bool  # by a mask
     # By what is around it:
     role: str = ""  # in a layout
     letters: tuple[str, ...] = ()  # of the layout, or of several that fit
     experts: Shape | None = None  # the shape of the router
     is_part: bool = False  # a kernel is next to it
+    width: float = 0  # the features of the model
     hides: bool = False  # a mask hides what may decide
 
     @property
@@ -130,7 +149,7 @@ class Leaf(NamedTuple):
 def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
     """One layer of each leaf in Flax's words, turned where its outputs come first."""
     layers, axes_of = {}, {}
-    for own, (start, depth) in stacks.items():
+    for own, (start, depth, _) in stacks.items():
         shape = () if is_masked(leaf_at[own]) else tuple(leaf_at[own].shape)
         kept = [i for i in range(len(shape)) if not start <= i < start + depth]
         layers[own] = tuple(shape[i] for i in kept)
@@ -150,7 +169,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     weights = {
         own
         for own, path in written.items()
-        if own and own[-1].split(".")[-1] == "weight" and path[-1] == "kernel"
+        if own and _apart(own[-1])[-1] == "weight" and path[-1] == "kernel"
     }
     votes = [x for x in map(is_outputs_first, weights) if x is not None]
     weights_turned = sum(votes) * 2 >= len(votes)
@@ -158,7 +177,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     for own, path in written.items():
         shape, axes, bias = layers[own], axes_of[own], bias_of[own]
         is_kernel = path[-1:] == ("kernel",)
-        spelled = own[-1].split(".")[-1] if is_kernel else "".join(path[-1:])
+        spelled = _apart(own[-1])[-1] if is_kernel else "".join(path[-1:])
         kind = names.kind((*path[:-1], spelled))
         is_array = kind == "embedding" and not is_kernel
         is_turned = False if is_array else is_outputs_first(own)
@@ -169,16 +188,25 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
         by = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = Leaf(own, path, shape, axes, bias, kind, is_turned)
+        found[own] = Leaf(
+            own, path, shape, axes, bias, kind, is_turned, is_masked(leaf_at[own])
+        )
     return found
+
+
+def _apart(name: str) -> list[str]:
+    """The modules and the leaf in one name. e3nn writes `w[0,1] 32x0e,8x1o`."""
+    return re.sub(r"^(w|weight|kernel)\[.*", r"\1", name).split(".")
 
 
 def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
     """The path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
     for own, shape in layers.items():
-        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
-        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
+        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path, SAM in
+        # Scenic `layers.2`.
+        above = [x for name in own[:-1] for x in name.split(".")]
+        *module, last = (*above, *_apart(own[-1])) if own else ("",)
         if last == "b" and (*own[:-1], "w") in layers:
             last = "bias"
         elif last in ("w", "weight", "weights") and (

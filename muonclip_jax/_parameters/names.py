@@ -14,7 +14,7 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 # Flax, Haiku ("offset"), Keras ("gamma").
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
-_GAINS = {"scale", "scales", "gain", "gains"}
+_GAINS = {"scale", "scales", "gain", "gains", "scalar", "scalars"}
 # With GPT-2 in HuggingFace, papers and VQ-VAE; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
@@ -36,6 +36,9 @@ _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"
 _FIXED |= {"filter", "filters", "static", "dynamic"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"logits", "predictions"}  # Keras' applications
+# Rotary parts of queries and keys, which are no positions: `k_pe`, `wq_rope`.
+_ROTARY = {"pe", "rope"}
+_OF_ROTARY = {"q", "k", "kv", "wq", "wk", "wkv", "query", "key"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
 _ROLES = {
@@ -46,6 +49,11 @@ _ROLES = {
 }
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
+# Words that are written as one: `logitdense`, `lmhead`.
+_GLUED = re.compile(
+    r"(lm|class|classifier|cls|logits?|mlm|output|policy|pred|prediction|predictions|"
+    r"score|value|vocab)(dense|fc|head|layer|linear|proj|projection)"
+)
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
@@ -61,14 +69,27 @@ ENDS = ("out", "final", "last")
 OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
 OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
 OUTPUTS |= {"heatmap", "regression", "forecast", "backcast", "density", "logstd"}
-OUTPUTS |= {"ctc", "tagger"}
+OUTPUTS |= {"ctc", "tagger", "prediction", "predictor", "predictors", "readout"}
+OUTPUTS |= {"readouts"}
+#: Words that say so in front of those of any layer: `classifier_fc`, `vocab_dense`.
+BEFORE_LAYERS = _HEADS - {"head"}
 
 
 @functools.lru_cache(maxsize=4096)
 def words(name: str) -> tuple[str, ...]:
     """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return tuple(word.lower() for word in found)
+    parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in found)
+    apart = (x.groups() if isinstance(x, re.Match) else (x,) for x in parts)
+    return tuple(word for each in apart for word in each)
+
+
+def without_layers(name: str) -> tuple[str, ...]:
+    """The words of a name without those at its end that are of any layer."""
+    said = words(name)
+    while said and said[-1] in _LAYERS | {"fc", "layer"}:
+        said = said[:-1]
+    return said
 
 
 def is_norm(path: Path) -> bool:
@@ -115,6 +136,9 @@ def kind(path: Path) -> str:
     is_table = last & tables or first & begins or is_shared or of_tokens
     if (is_table and not is_layer) or "W_E" in path[-2:]:
         return "embedding"
+    if _OF_ROTARY & {*called} and _ROTARY & {*called}:
+        # As an array it may be a table all the same.
+        return "" if is_kernel else "no layer"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
     is_position = name != "kernel" and not is_layer and first & _POSITIONS
     if is_position or (is_array and not _ADDED.isdisjoint(own)):
@@ -123,8 +147,10 @@ def kind(path: Path) -> str:
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
     # `lm_head`, not `head_conv` or `logit_key`; an array may be called so.
-    ends = {*called[-1:], *module[-1:], *({"logits"} & {*called, *module})}
-    is_head = ends & _HEADS and "pre" not in first
+    ends = {*called[-1:], *module[-1:]}
+    ends |= {"logit"} & {*without_layers(above if is_kernel else name)[-1:]}
+    is_head = ends & _HEADS or any(x.endswith("logits") for x in (*called, *module))
+    is_head = is_head and "pre" not in first
     return "head" if is_head or "W_U" in path[-2:] else ""
 
 

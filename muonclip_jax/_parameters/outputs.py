@@ -10,7 +10,7 @@ and what is called an output.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import names
@@ -38,7 +38,9 @@ def outputs_of(
     layers = [x for x in in_order if _gives(x, verdicts[x.own])]
     kernels = [x for x in layers if x.is_kernel and x.path[1:]]
     heads = [x for x in in_order if verdicts[x.own].label == "head"]
+    hidden = [x for x in in_order if x.is_hidden]
     tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
+    tables += [x for x in hidden if x.kind == "embedding"]
     chains: dict[Path, list[Leaf]] = {}  # the layers of a module without a name
     rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
     for x in sorted(kernels + rows, key=_in_order):
@@ -50,30 +52,35 @@ def outputs_of(
         for at, chain in chains.items()
         if len({x.shape for x in chain}) > 1 or (len(chain) == 1 and not at)
         if not (at and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
+        if not _is_before(chain[-1], hidden)
     }
     # A part of a block by its name is none, nor what others may take in parts.
     open_ends = {x for x in layers if count[n := x.shape[-1]] == (takers[x.own] == n)}
     ends = {x for x in open_ends.intersection(kernels) if not _is_part(x, count)}
 
     # The last layer in the table's module, or at the root, else what no layer takes.
-    sizes, modules = {x.shape[0] for x in tables}, {(), *(x.path[:-2] for x in tables)}
+    sizes = {n for x in tables for n in x.shape[:1]}
+    modules = {(), *(x.path[:-2] for x in tables)}
     able = alone.intersection(layers if len(layers) > 1 else kernels)
+    if any(x.is_hidden for x in tables):
+        sizes |= {x.shape[-1] for x in able}  # of what is hidden it may be any
     able = {x for x in able if x.shape[-1] in sizes and not heads}
     found = {x for x in able if x in last and x.path[:-2] in modules}
     found = dict.fromkeys(found or able & open_ends, "as large as the vocabulary")
-    hides = any(x.source == "hidden" for x in verdicts.values())
     n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    sure: set[Leaf] = set()
     if len(ends) == 1 and n_matrices > 2 and not (heads or found):
-        sure = {*filter(_may_be_head, ends & alone)}
+        sure = filter(_may_be_head, ends & alone)
         found = dict.fromkeys(sure, "nothing takes its outputs")
     said = {
         x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
         for x, why in found.items()
     }
-    if hides:  # nobody knows what a kernel takes that a mask hides
-        asked = Verdict("head", None, "may write the output", is_known=False)
-        return said | {x.own: asked for x in sure}
+    if hidden:
+        # Nobody knows what a kernel takes that a mask hides: it is asked who is taken
+        # for a head, and who is the last of the whole model, or of a module of it.
+        doubt = dict(kind="may write the output", is_known=False)
+        said = {own: x._replace(**doubt) for own, x in said.items()}
+        ends = {x for x in ends & alone if not (x.path[3:] or _is_before(x, hidden))}
     # A head that writes features which another part takes is none: the pictures' of
     # PaliGemma, the texts' of SigLIP.
     for x in heads:
@@ -82,10 +89,11 @@ def outputs_of(
             said[x.own] = doubt._replace(is_known=False)
     given = Counter(x.shape[-1] for x in kernels)
     follows = {x for x in kernels if _follows(x, given)}
-    if not follows:  # a part of a model
+    if not (follows or said):  # a part of a model
         return said
-    asked, has_head = ends | found.keys(), bool(heads or found or ends)
-    lasts, seen = {chain[-1] for chain in chains.values()}, alone & follows
+    asked, has_head = ends | found.keys(), bool(heads or found or ends or hidden)
+    lasts = {chain[-1] for chain in chains.values()}
+    lasts, seen = {x for x in lasts if not _is_before(x, hidden)}, alone & follows
     asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
     # Next to a table the last of a module is as likely the last of a stem.
     seen = {x for x in seen if not (has_head or (tables and x.path[2:]))}
@@ -95,6 +103,16 @@ def outputs_of(
         numbers = None if is_head else verdicts[x.own].numbers
         said[x.own] = Verdict("head", numbers, "may write the output", is_known=False)
     return said
+
+
+def _is_before(x: Leaf, others: Sequence[Leaf]) -> bool:
+    """Whether one of the others comes later in a numbered run, and takes it."""
+
+    def run(leaf: Leaf) -> tuple[Path, str]:
+        return leaf.path[:-2], re.sub(r"\d", "", leaf.module)
+
+    layers = (y for y in others if y.kind in ("", "head") and run(x) == run(y))
+    return any(_in_order(x) < _in_order(y) for y in layers)
 
 
 def _follows(x: Leaf, given: Mapping[int, int]) -> bool:
@@ -112,7 +130,11 @@ def _may_be_head(x: Leaf) -> bool:
 
 def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
     # What says nothing is called what its module is: `final/linear`.
-    said = names.words("".join(x.path[-3:-2] if is_last else x.path[-2:-1]))
+    module = "".join(x.path[-3:-2] if is_last else x.path[-2:-1])
+    said = names.words(module)
+    first, last = said[:1], names.without_layers(module)[-1:]
+    if "pre" not in first and not names.BEFORE_LAYERS.isdisjoint(last):
+        return True
     is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
     return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
 

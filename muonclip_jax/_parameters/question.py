@@ -23,14 +23,20 @@ def question(
         "cannot decide which axes of these leaves form matrices:",
         *_grouped(tree, {path: found[path] for path in asked}),
     ]
-    if any(map(is_masked, tree.leaves)):
+    sources = {found[path].source for path in asked}
+    if "named" in sources and any(map(is_masked, tree.leaves)):
         message.append(
             "A mask hides leaves that may decide this. Decide on all params: "
             f"{BEFORE_THE_MASK}."
         )
-    if not any(found[path].line for path in asked):
+    if "named" in sources:
         message.append(
             "Let the loss decide: model=mc.read_model(loss, params, *batch)."
+        )
+    if "unread" in sources:
+        message.append(
+            "The reading that model= gives does not show how these leaves are used. If "
+            "another function uses them, read that one, or one that runs both."
         )
     message += [
         "Or give dimension_numbers. This mapping is a guess to check: reduction axes, "
@@ -51,13 +57,16 @@ def _grouped(tree: PathedTree, found: Mapping[Path, Verdict]) -> list[str]:
     shape = {path: str(getattr(leaf, "shape", "")) for path, leaf in tree.rows()}
     groups: dict[Any, list[Path]] = {}
     for path, x in found.items():
-        key = _starred("/".join(path)), shape[path], x.kind, x.is_known, x.numbers
+        said = [x.use] * bool(x.use) + [x.kind] * (x.is_known or x.kind != "open")
+        kind = ": ".join(said)
+        key = _starred("/".join(path)), shape[path], kind, x.is_known, x.numbers
         groups.setdefault(key, []).append(path)
     lines = []
     for (pattern, size, kind, is_known, numbers), alike in groups.items():
         by = "adamw for " if numbers is None else "muon for "
-        start, end = (by, f": {kind}?") if is_known else ("", f": {kind}")
-        end = "" if kind == "open" else end
+        start, end = (
+            (by, f": {kind}?") if is_known else ("", f": {kind}" if kind else "")
+        )
         is_many = len(alike) > _FEW
         more = f" and {len(alike) - 1} more like {pattern}" if is_many else ""
         shown = alike[:1] if is_many else alike

@@ -5,6 +5,7 @@ list serves all libraries. The first rule that holds decides; `outputs` then loo
 kernels that may write the output. A rule that would have to guess asks.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .verdict import EitherWay, Verdict
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
+_HEADS = 16  # of attention, or streams, experts, tokens: far fewer than features
 _ROUTERS = {"router", "gate", "gates"}
 _EXPERTS = {"expert", "experts"}
 
@@ -56,11 +58,31 @@ def is_said(x: Leaf) -> bool:
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
 
+def is_array(x: Leaf) -> bool:
+    """Neither a kernel nor called as a layer is."""
+    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
+    return not (is_layer or names.is_low_rank(x.path))
+
+
+def is_few(x: Leaf) -> bool:
+    """Few rows where the model has many features: of heads, streams or tokens."""
+    few, features = min(x.shape), max(x.width, *x.shape)
+    is_weight = not names.KERNELS.isdisjoint(names.words("".join(x.path[-1:]))[-1:])
+    is_narrow = few <= _HEADS and x.width > 4 * few and not is_weight
+    return (few < _WINDOW or is_narrow) and features >= 16
+
+
 def is_small(x: Leaf) -> bool:
     """An array of a few rows may be gains; alongside a kernel, its mask or a vector."""
-    is_few = min(x.shape) < _WINDOW and max(x.shape) >= 16
-    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
-    return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
+    return (is_few(x) or x.is_part) if is_array(x) else x.is_kernel and is_mixing(x)
+
+
+def is_mixing(x: Leaf) -> bool:
+    """A small square without a bias may mix heads or streams, if it is not a layer."""
+    is_layer = x.bias is not None or names.is_called_layer(x.path[-2:-1]) or x.is_conv
+    is_layer |= bool(names.UNNAMED.fullmatch(x.module))
+    few, features = min(x.shape), max(x.width, *x.shape)
+    return x.shape == (few, few) and 4 * few <= features >= 16 and not is_layer
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -124,6 +146,8 @@ def as_window(x: Leaf) -> Sides | None:
 #: In this order. With a bias, what is called a table is a layer, such as patches.
 RULES = (
     Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
+    # Gains of a layer, a token: one row has no singular values to make even.
+    Rule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
@@ -132,13 +156,24 @@ RULES = (
     Rule("embedding", lambda x: x.is_table, "vector"),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
-    Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
+    Rule(
+        "may be no layer",
+        # The bias alongside is that of a kernel, not of a `diag_kernel`.
+        lambda x: (
+            x.kind == "no layer" and not (x.is_layer and x.path[-1:] == ("kernel",))
+        ),
+        "asked",
+    ),
 )
-#: Leaves of two axes. One row of weights has no singular values to make even.
+#: Leaves of two axes.
 OF_TWO_AXES = (
     Rule(
         "one output",
-        lambda x: x.is_kernel and 1 in x.shape[-1:] and not names.is_low_rank(x.path),
+        lambda x: (
+            (x.is_kernel or names.is_called_layer(x.path[-1:]))
+            and 1 in x.shape[-1:]
+            and not names.is_low_rank(x.path)
+        ),
     ),
     Rule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
@@ -158,6 +193,8 @@ OF_MORE_AXES = (
     Rule("shapes together", by_layout, "matrix"),
     Rule("experts of a router", as_expert, "matrix"),
     Rule("open", is_open, "asked"),
+    # Hidden leaves may show a stack of layers instead.
+    Rule("open", lambda x: x.hides and not x.is_conv and is_depthwise(x), "asked"),
     Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
     Rule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
     Rule("convolution", as_window, "matrix"),
@@ -192,15 +229,28 @@ class ByNames:
                 is_first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
                 kind = "embedding" if is_first else "head"
                 leaves[own] = leaves[own]._replace(kind=kind)
-        # A mask of matrices hides vectors, and heads with them.
-        hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
+        hidden = {path for path, x in self.leaf_at.items() if is_masked(x)}
         self.hides = any(map(names.is_vector, hidden))
+        # A mask of matrices hides vectors, tables and heads, which its maker knew.
+        vectors = {x for x in leaves if names.is_vector(x)}
+        vectors |= {x.own for x in leaves.values() if x.kind not in ("", "head")}
+        tables = {x.own for x in leaves.values() if x.kind == "embedding"}
+        in_sight = [x for x in leaves.values() if x.own not in hidden]
+        has_others = any(x.rank < 2 or x.kind or x.own in vectors for x in in_sight)
+        may_hide_heads = bool(hidden - vectors or hidden & tables)
+        self.is_of_matrices = self.hides and may_hide_heads and not has_others
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         modules = {x.path[:-1] for x in leaves.values() if x.is_kernel or x.rank > 2}
+        width = max(
+            (sorted(x.shape)[-2] for x in leaves.values() if x.rank > 1), default=0
+        )
+        if hidden - vectors:
+            width = math.inf
         self.leaves = {
             own: x._replace(
                 experts=experts.get(own),
                 is_part=x.path[:-1] in modules,
+                width=width,
                 hides=self.hides,
                 **layouts.get(own, {}),
             )
@@ -218,10 +268,10 @@ class ByNames:
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
-        if not self.hides:
+        if not self.is_of_matrices:
             found |= outputs_of(self.leaves, found, self.stacks)
         for own, verdict in found.items():
-            start, depth = self.stacks[own]
+            start, depth, _ = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:
                 sizes = " x ".join(
                     map(str, self.stacks[own].sizes(self.leaf_at[own].shape))
@@ -237,6 +287,8 @@ class ByNames:
             return Verdict("vector", None, "hidden", "hidden")
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             return Verdict("vector", None, "no floats")
+        if not (self.stacks[leaf.own].is_sure or leaf.kind or len(array.shape) < 2):
+            return Verdict("matrix", None, "open", is_known=False)
         rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
         found = next(filter(None, (rule.verdict(leaf) for rule in rules)))
         if per_head and found.kind == "attention" and leaf.role in WITH_HEADS:

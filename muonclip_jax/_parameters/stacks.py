@@ -22,6 +22,7 @@ class Stack(NamedTuple):
 
     start: int
     depth: int
+    is_sure: bool = True  # else what a mask hides may show another one
 
     def sizes(self, shape: Shape) -> Shape:
         return shape[self.start : self.start + self.depth]

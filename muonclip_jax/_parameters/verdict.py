@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from optax.contrib import MuonDimensionNumbers
 
 
-#: Who decided. An "unread" leaf is named: the reading does not know it.
+#: Who decided. An "unread" leaf is named: the reading does not show its use.
 Source = Literal["named", "read", "unread", "given", "hidden"]
 
 
@@ -24,6 +24,7 @@ class Verdict(NamedTuple):
     is_sure: bool = True  # else there is little evidence
     line: str = ""  # file and line of the use, where a trace shows it
     note: str = ""  # more to print than the kind
+    use: str = ""  # of an unread leaf: why the reading does not show its use
 
     @property
     def why(self) -> str:

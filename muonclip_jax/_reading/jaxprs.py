@@ -6,7 +6,8 @@ parameters of a loop are named, or where the line of code is recorded.
 
 import contextlib
 import math
-import re
+import os
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,11 +32,22 @@ _OPAQUE = (
     *("run_scoped", "core_map", "linear_call", "custom_linear_solve", "xla_pmap"),
 )
 
-# Code between a user's line and JAX: frameworks, not models.
-_FRAMEWORKS = re.compile(
-    r"[/\\](jax|jaxlib|flax|haiku|equinox|jaxtyping|einops|optax|chex|haliax|penzai|"
-    r"keras|functools|contextlib|tokamax|muonclip_jax[/\\]_\w+)([/\\]|\.py)"
-)
+# Code between a user's line and JAX: frameworks, not models. Each has a name that it
+# exports, which a user's own module called `optax` or `keras` lacks.
+_FRAMEWORKS = {
+    "flax": "core",
+    "haiku": "transform",
+    "equinox": "Module",
+    "jaxtyping": "jaxtyped",
+    "einops": "rearrange",
+    "optax": "GradientTransformation",
+    "chex": "assert_rank",
+    "haliax": "NamedArray",
+    "penzai": "core",
+    "keras": "Model",
+    "tokamax": "dot_product_attention",
+}
+_HERE = __name__.partition(".")[0]
 
 
 def names(words: str) -> frozenset[str]:
@@ -227,9 +239,25 @@ def line(eqns: Eqns) -> str:
     ]
     if not frames:
         return "?"
-    own = (f for f in frames if not _FRAMEWORKS.search(f.file_name))
-    frame = next(own, frames[0])
+    folders = _framework_folders()
+    outside = (f for f in frames if not f.file_name.startswith(folders))
+    frame = next(outside, frames[0])
     return f"{frame.file_name.replace(chr(92), '/').split('/')[-1]}:{frame.start_line}"
+
+
+def _framework_folders() -> tuple[str, ...]:
+    """Returns where the frameworks are that have been imported, and this package.
+
+    A name of a folder says nothing: users have folders called `jax` and `flax`. JAX
+    leaves out its own frames and those of the standard library.
+    """
+    modules = [sys.modules[_HERE]]
+    for name, exported in _FRAMEWORKS.items():
+        module = sys.modules.get(name)
+        if module is not None and exported in vars(module):
+            modules.append(module)
+    paths = [path for module in modules for path in getattr(module, "__path__", ())]
+    return tuple(os.path.join(path, "") for path in paths)
 
 
 # Binding an equation again, for the recorder.

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer
 from .._model.bound_layer import BoundLayer
 from .._model.shares import scaled_leaves
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import resolve_verdicts
+from .._parameters.dimension_numbers import completed, resolve_verdicts
+from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
@@ -46,7 +46,9 @@ class ModelReading:
         `"router"`, `"vector"` or `"frozen"`, as from [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
     - `unknown`: paths of the leaves whose use could not be read: the function does not
-        use them, or passes them to an operation that hides their use.
+        use them, or passes them to an operation that hides their use. Names decide on
+        these. Where they do not either, `labels` has `"vector"`, and the optimizer
+        asks.
     - `not_clipped`: attention without a softmax, as by sigmoids, by its path and line.
         QK-Clip does not act on it.
     """
@@ -67,6 +69,11 @@ class ModelReading:
     def verdicts(self) -> Mapping[paths.Path, Verdict]:
         """The verdict on each parameter, by its path."""
         return {path: said for path, _, said in self._tree.rows(self._verdicts)}
+
+    @property
+    def heads_by_name(self) -> Mapping[paths.Path, Verdict]:
+        """The verdicts by the names of all that was read, one matrix for each head."""
+        return ByNames(self._tree).verdicts(per_head=True)
 
     @property
     def shapes(self) -> Mapping[paths.Path, paths.Shape]:
@@ -94,12 +101,14 @@ class ModelReading:
         named = resolve_verdicts(None, tree, described=tree.paths)
         own = []
         for path, leaf, v, name in tree.rows(self._verdicts, named):
-            axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
-            label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
-            rows.append([paths.show(path), shape, label, axes, v.kind, v.line or "-"])
+            axes, by_name = (_axes(x, len(leaf.shape)) for x in (v, name))
+            is_guess = not v.is_known or v.source == "unread"
+            label, shape = v.label + "?" * is_guess, str(tuple(leaf.shape))
+            use = v.use or v.kind
+            rows.append([paths.show(path), shape, label, axes, use, v.line or "-"])
             why = f"{by_name} ({name.kind}{name.note})" if name.is_known else "nothing"
             is_same = axes == by_name and name.is_known
-            said.append("" if is_same or not v.is_known else why)
+            said.append("" if is_same or is_guess else why)
             own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
@@ -201,16 +210,17 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     refused, unclipped = suspicions(reader, layers)
     layers += refused
     said = verdicts(uses, reader.facts.outputs, shapes, is_float, reader.frozen)
+    said = completed(shown, said)
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
     reading = ModelReading(
-        tree.unflatten(v and v.numbers for v in every),
+        tree.unflatten((v and v.is_known and v.numbers) or None for v in every),
         tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
-        tuple(paths.show(path) for path, _, v in shown.rows(said) if not v.is_known),
+        tuple(paths.show(p) for p, _, v in shown.rows(said) if v.source == "unread"),
         tuple(f"{paths.show_module(x.path)} at {x.found[0].line}" for x in not_clipped),
         shown,
         tuple(said),
@@ -251,7 +261,8 @@ def _layer_row(
     return [paths.show_module(named.path), str(found.heads), lines, "; ".join(roles)]
 
 
-def _axes(numbers: MuonDimensionNumbers | None, rank: int) -> str:
+def _axes(verdict: Verdict, rank: int) -> str:
+    numbers = verdict.numbers if verdict.is_known else None
     sides = (numbers.reduction_axis, numbers.output_axis) if numbers else ()
     as_axes = ((x,) if isinstance(x, int) else x for x in sides)
     of_sides = (", ".join(str(i % rank) for i in axes) for axes in as_axes)

@@ -436,4 +436,4 @@ def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
 
 def test_few_rows_under_the_name_of_a_layer_are_a_matrix():
     cell = arrays(w_i=(5, 48), weight_hh=(16, 48), up_proj=(3, 64), w=(4, 64))
-    assert not asked({"cell": cell, "readout": dense(64, 5)})
+    assert not asked({"cell": cell, "back": dense(64, 5)})

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import normal, one_at_a_time
 from optax.contrib import MuonDimensionNumbers
-from trees_of_others import build, read_models
+from trees_of_others import build, look_up, read_models
 
 import muonclip_jax as mc
 
@@ -227,3 +227,37 @@ def test_models_of_others_are_read_as_whole_or_asked_about(model):
         assert sides(numbers, leaf.shape) == sides(expected, leaf.shape), name
 
     jax.tree_util.tree_map_with_path(check, found, masked, whole, is_leaf=is_numbers)
+
+
+def masked(leaves, every):
+    hidden = frozenset(i for i in range(len(leaves)) if i % 3 == every)
+    return build(leaves, hidden), hidden
+
+
+def answers(params):
+    """The numbers of each leaf, and the patterns of the leaves that are asked about."""
+    try:
+        return mc.flax_dimension_numbers(params), {}
+    except ValueError as error:
+        rules = rules_in(str(error))
+    return mc.flax_dimension_numbers(params, dimension_numbers=rules), rules
+
+
+@pytest.mark.parametrize("every", range(3))
+@pytest.mark.parametrize("model", read_models(), ids=lambda model: model["model"])
+def test_any_mask_changes_no_answer_but_into_a_question(model, every):
+    """Other leaves are hidden than a mask of matrices hides: heads are in sight."""
+    leaves = model["leaves"]
+    whole, asked = answers(build(leaves))
+    params, hidden = masked(leaves, every)
+    part, open_now = answers(params)
+    for i, leaf in enumerate(leaves):
+        name = "/".join(leaf["path"]).removesuffix("/array")
+        if i in hidden or any(
+            name == x or fnmatch.fnmatchcase(name, x) for x in (*asked, *open_now)
+        ):
+            continue
+        expected, found = (look_up(x, leaf["path"]) for x in (whole, part))
+        assert (found is None) == (expected is None), name
+        if found is not None:
+            assert sides(found, leaf["shape"]) == sides(expected, leaf["shape"]), name
