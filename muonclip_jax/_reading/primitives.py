@@ -14,7 +14,18 @@ import numpy as np
 
 from . import jaxprs
 from .jaxprs import names, shape_of
-from .marks import full, Marks, moved, placed, reshaped, Shape, small, union_along
+from .marks import (
+    full,
+    Marks,
+    moved,
+    only_where,
+    placed,
+    placed_at,
+    reshaped,
+    Shape,
+    small,
+    union_along,
+)
 
 
 #: A function from the marks of a result to the marks of an operand.
@@ -91,13 +102,30 @@ _LINEAR = names(
 )
 
 
-@_rule(" ".join(ELEMENTWISE | _LINEAR))
+@_rule(" ".join(ELEMENTWISE | _LINEAR - {"select_n"}))
 def _entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
-    own = range(1 if op.eqn.name == "select_n" else 0, len(op.ins))
+    own = range(len(op.ins))
     if len(op.eqn.jaxpr_eqn.outvars) > 1:  # a result for each operand
         own = [op.k]
     return [(i, op.through(_same(op.ins[i], op.out))) for i in own]
+
+
+@_rule("select_n")
+def _select(op: Op) -> Moves:
+    """Returns the moves to the cases; each is taken in the trips that choose it."""
+    which = op.eqn.inputs()[0].value
+    is_known = which is not None and math.prod(which.shape[op.lead :]) == 1
+
+    def case(i: int) -> Move:
+        through = op.through(_same(op.ins[i], op.out))
+        if which is None or not is_known:
+            return through
+        is_taken = which.astype(int) == i - 1
+        is_taken = is_taken.reshape((*which.shape[: op.lead], *[1] * len(op.out)))
+        return lambda marks: through(only_where(marks, is_taken))
+
+    return [(i, case(i)) for i in range(1, len(op.ins))]
 
 
 def _same(of: Shape, out: Shape) -> list[int | None]:
@@ -230,71 +258,169 @@ def _pad(op: Op) -> Moves:
 
 @_rule("dynamic_slice")
 def _dynamic_slice(op: Op) -> Moves:
-    starts = dict(enumerate(op.eqn.inputs()[1:]))
-    return [(0, lambda marks: _picked(marks, op, starts, op.out))]
+    ones = [1] * len(op.out)
+    values = (x.value for x in op.eqn.inputs()[1:])
+    starts = [None if x is None else x.reshape((*x.shape, *ones)) for x in values]
+    return [(0, lambda marks: small(_picked(marks, op.ins[0], op.out, starts)))]
 
 
-def _picked(marks: Marks, op: Op, starts: dict[int, Any], out: Shape) -> Marks:
-    """Returns the marks of the operand that entries were picked from."""
-    for d, start in starts.items():
-        size, axis = op.ins[0][d], op.lead + d
-        if out[d] == size:
+def _picked(
+    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+) -> Marks:
+    """Returns the marks of the operand that entries were picked from.
+
+    `starts` has the first place along each dimension, with the axes of the marks; it is
+    `None` where the place is not known. The last axes of the marks are the dimensions.
+    """
+    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
+        axis = marks.ndim - len(of) + d
+        if n == size:
             continue
-        at = start.number
-        if isinstance(at, int):
-            # XLA moves a slice that would end outside back inside.
-            at = min(max(at, 0), size - out[d])
-            marks = placed(marks, axis, size, slice(at, at + out[d]))
-        elif at is None or isinstance(at, float) or out[d] > 1:
-            marks = union_along(
-                marks, [axis]
-            )  # any entry may be picked, so all contribute
+        if start is None:  # any entry may be picked, so all contribute
+            marks = union_along(marks, [axis])
+            continue
+        # XLA moves a slice that would end outside back inside.
+        first = np.clip(start, 0, size - n)
+        if first.size == 1:
+            at = int(first.item())
+            marks = placed(marks, axis, size, slice(at, at + n))
         else:
-            # The i-th trip of a loop picks the i-th entry.
-            trips, most = full(marks, at.axis, at.size), min(at.size, size)
-            rows = ((slice(i, i + 1), trips.take([i], at.axis)) for i in range(most))
-            rows = [placed(row, axis, size, place) for place, row in rows]
-            marks = np.concatenate(rows, at.axis)
-            marks = placed(marks, at.axis, at.size, slice(0, most))
+            within = [-1 if a == axis else 1 for a in range(marks.ndim)]
+            at = first + np.arange(n).reshape(within)
+            marks = placed_at(full(marks, axis, n), axis, size, at)
     return marks
 
 
-@_rule("dynamic_update_slice scatter scatter-add scatter_add")
-def _update(op: Op) -> Moves:
-    """Returns the moves of a sum whose second summand may be anywhere in the result."""
-    i = 1 if op.eqn.name == "dynamic_update_slice" else 2
-    return [(0, lambda marks: marks), (i, op.through(_same(op.ins[i], op.out)))]
+@_rule("dynamic_update_slice")
+def _update_slice(op: Op) -> Moves:
+    ones = [1] * len(op.out)
+    values = (x.value for x in op.eqn.inputs()[2:])
+    starts = [None if x is None else x.reshape((*x.shape, *ones)) for x in values]
+
+    def update(marks: Marks) -> Marks:
+        return small(_window(marks, op.out, op.ins[1], starts))
+
+    return [(0, _around(op, starts, op.ins[1], 0)), (1, update)]
+
+
+@_rule("scatter scatter-add scatter_add")
+def _scatter(op: Op) -> Moves:
+    """Returns the moves of a sum; the second summand is somewhere in the result.
+
+    The axes of `starts` are those of the lead, then of the indices, then of the result.
+    """
+    numbers, lead, out = op.params["dimension_numbers"], op.lead, op.out
+    index, new = op.eqn.inputs()[1].value, op.ins[2]
+    own = numbers.update_window_dims
+    if getattr(numbers, "operand_batching_dims", ()):
+        return [(0, lambda marks: marks), (2, op.through(_same(new, out)))]
+    gone = {*numbers.inserted_window_dims}
+    kept = [d for d in range(len(out)) if d not in gone]
+    at = dict(zip(kept, own, strict=True))
+    sizes = tuple(new[at[d]] if d in at else 1 for d in range(len(out)))
+    rest = [d for d in range(len(new)) if d not in own]
+    free = len(rest)
+    starts: list[np.ndarray | None] = [None] * len(out)
+    if index is not None:
+        index = full(index, index.ndim - 1, len(numbers.scatter_dims_to_operand_dims))
+        order = [*range(free), *[None] * len(out)]
+        for i, d in enumerate(numbers.scatter_dims_to_operand_dims):
+            starts[d] = _spread(index[..., i], lead, order)
+
+    def update(marks: Marks) -> Marks:
+        marks = np.expand_dims(marks, tuple(range(lead, lead + free)))
+        marks = _window(marks, out, sizes, starts)
+        marks = marks.squeeze(tuple(lead + free + d for d in gone))
+        # Now the axes are the indices', then those of the window.
+        axes = [rest.index(d) if d in rest else free + own.index(d) for d in range(len(new))]
+        return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
+
+    is_sum = op.eqn.name != "scatter"
+    return [
+        (0, (lambda marks: marks) if is_sum else _around(op, starts, sizes, free)),
+        (2, update),
+    ]
+
+
+def _window(
+    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+) -> Marks:
+    """Returns the marks of a window of an array; `starts` is as for `_picked`."""
+    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
+        axis = marks.ndim - len(of) + d
+        if n == size or marks.shape[axis] == 1:
+            continue
+        if start is None:
+            marks = union_along(marks, [axis])
+            continue
+        within = np.arange(n).reshape([-1 if a == axis else 1 for a in range(marks.ndim)])
+        places = np.clip(start, 0, size - n) + within
+        others = (x.shape[:axis] + (1,) + x.shape[axis + 1 :] for x in (marks, places))
+        shape = np.broadcast_shapes(*others)
+        rows, places = (
+            np.broadcast_to(x, (*shape[:axis], x.shape[axis], *shape[axis + 1 :]))
+            for x in (marks, places)
+        )
+        marks = np.take_along_axis(rows, places, axis)
+    return marks
+
+
+def _around(
+    op: Op, starts: Sequence[np.ndarray | None], sizes: Shape, free: int
+) -> Move:
+    """Returns the move to an array of which a window is overwritten."""
+    cut = [d for d, n in enumerate(op.out) if sizes[d] < n]
+    if not cut or any(starts[d] is None for d in cut):
+        return lambda marks: marks
+    ones = np.ones([1] * (op.lead + free + len(op.out)), object)
+    gone = _picked(ones, op.out, sizes, starts)
+    axes = tuple(range(op.lead, op.lead + free))
+    is_left = union_along(gone, axes).squeeze(axes) == 0
+    return lambda marks: only_where(marks, is_left) if is_left.any() else marks
 
 
 @_rule("gather")
 def _gather(op: Op) -> Moves:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    of, lead = op.ins[0], op.lead
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(op.ins[0])) if d not in gone]
-    to: list[int | None] = [None] * len(op.ins[0])
-    for d, eqn in zip(kept, numbers.offset_dims, strict=True):
-        to[d] = eqn
+    kept = [d for d in range(len(of)) if d not in gone]
+    at = dict(zip(kept, numbers.offset_dims, strict=True))
+    # The dimensions of the indices; `vmap` makes some that the operand has, too.
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    for d, j in zip(*batch, strict=True):
-        to[d] = rest[j]  # batch dimensions, as `vmap` makes them
-    # A single index is a slice; one index per token is not.
-    index = op.eqn.inputs()[1]
-    starts = dict.fromkeys(numbers.start_index_map, index)
-    is_slice = len(numbers.offset_dims) == len(op.out)
-    after = tuple(
-        n if d in numbers.operand_batching_dims else sizes[d]
-        for d, n in enumerate(op.ins[0])
-    )
+    paired = dict(zip(*batch, strict=True))
+    at |= {d: rest[j] for d, j in paired.items()}
+    free = [j for j in range(len(rest)) if j not in paired.values()]
+    after = tuple(n if d in paired else sizes[d] for d, n in enumerate(of))
+    # The axes are those of the lead, then of the indices, then of the operand.
+    order = [*(rest[j] for j in free), *(at.get(d) for d in range(len(of)))]
+    # Entries that are picked along several dimensions at once, as by a skew of relative
+    # positions, have no rows: they are followed along the whole dimensions.
+    is_of_rows = not free or (len(numbers.start_index_map) == 1 and not paired)
+    starts: list[np.ndarray | None] = [None] * len(of)
+    index = op.eqn.inputs()[1].value if is_of_rows else None
+    if index is not None:
+        own = [*free, *(paired.get(d) for d in range(len(of)))]
+        index = full(index, index.ndim - 1, len(numbers.start_index_map))
+        for i, d in enumerate(numbers.start_index_map):
+            starts[d] = _spread(index[..., i], lead, own)
 
     def move(marks: Marks) -> Marks:
-        marks = moved(marks, op.lead, to)
-        if len(starts) == 1 and (is_slice or index.number is not None):
-            return small(_picked(marks, op, starts, after))
-        cut = [d for d in starts if after[d] != op.ins[0][d]]
-        return small(union_along(marks, [op.lead + d for d in cut]))
+        marks = _spread(marks, lead, order)
+        marks = _picked(marks, of, after, starts)
+        marks = union_along(marks, range(lead, lead + len(free)))
+        return small(marks.squeeze(tuple(range(lead, lead + len(free)))))
 
     return [(0, move)]
+
+
+def _spread(x: np.ndarray, lead: int, order: Sequence[int | None]) -> np.ndarray:
+    """Returns an array with its dimensions in an order, `None` for a new one."""
+    axes = [lead + d for d in order if d is not None]
+    sizes = iter(x.transpose([*range(lead), *axes]).shape[lead:])
+    shape = [1 if d is None else next(sizes) for d in order]
+    return x.transpose([*range(lead), *axes]).reshape((*x.shape[:lead], *shape))
 
 
 # Products: each dimension of an operand goes to one of the result, or to none.
