@@ -1,7 +1,7 @@
 """The heads of a product of query and key: their dimensions and their number."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -172,13 +172,20 @@ def _along(
         for a, x in zip(axes, all_marks, strict=False)
         if is_varied(x) or (a in either and is_apart(x, numbered(1, 0, axes[a])))
     }
-    return {a for a, x in own.items() if a not in loops or _is_shared_out(x)}
+    of_loops = [x for a, x in own.items() if a in loops]
+    return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}
 
 
-def _is_shared_out(marks: Marks) -> bool:
-    """Whether marks that differ along an axis have several entries each."""
-    lines = [marks_along(marks, axis) for axis in varied(marks)[:1]]
-    return any(np.count_nonzero(line) > len(distinct(line)) for line in lines)
+def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
+    """Whether trips have several entries each along an axis.
+
+    Loops around each other, as over groups of layers, share out one axis together.
+    """
+    for axis in varied(marks)[:1]:
+        lines = [x for x in (marks_along(y, axis) for y in of_loops) if is_varied(x)]
+        places = [x for x in zip(*(y.tolist() for y in lines), strict=True) if all(x)]
+        return len(places) > len({*places})
+    return False
 
 
 def shows_all(kernel: AllMarks, other: AllMarks) -> bool:

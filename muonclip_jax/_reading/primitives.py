@@ -395,12 +395,8 @@ def _gather(op: Op) -> Moves:
     after = tuple(n if d in paired else sizes[d] for d, n in enumerate(of))
     # The axes are those of the lead, then of the indices, then of the operand.
     order = [*(rest[j] for j in free), *(at.get(d) for d in range(len(of)))]
-    # Entries that are picked along several dimensions at once, as by a skew of relative
-    # positions, have no rows: they are followed along the whole dimensions.
-    is_of_rows = not free or (len(numbers.start_index_map) == 1 and not paired)
     starts: list[np.ndarray | None] = [None] * len(of)
-    index = op.eqn.inputs()[1].value if is_of_rows else None
-    if index is not None:
+    if (index := index_of(op.eqn)) is not None:
         own = [*free, *(paired.get(d) for d in range(len(of)))]
         index = full(index, index.ndim - 1, len(numbers.start_index_map))
         for i, d in enumerate(numbers.start_index_map):
@@ -413,6 +409,18 @@ def _gather(op: Op) -> Moves:
         return small(marks.squeeze(tuple(range(lead, lead + len(free)))))
 
     return [(0, move)]
+
+
+def index_of(eqn: Any) -> np.ndarray | None:
+    """Returns the indices of a gather, if it is known which rows they pick.
+
+    Entries that are picked along several dimensions at once, as by a skew of relative
+    positions, are no rows. They are followed along the whole dimensions.
+    """
+    numbers, index = eqn.jaxpr_eqn.params["dimension_numbers"], eqn.inputs()[1]
+    is_one = len(numbers.offset_dims) == len(eqn.output().shape)
+    is_row = len(numbers.start_index_map) == 1 and not numbers.operand_batching_dims
+    return index.value if is_one or is_row else None
 
 
 def _spread(x: np.ndarray, lead: int, order: Sequence[int | None]) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .facts import Fact, Facts
 from .graph import AllMarks, Atom, Eqn, Graph
 from .marks import is_disjoint, key_of, total, union_of
-from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
+from .primitives import ELEMENTWISE, index_of, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
@@ -346,7 +346,7 @@ def _is_any(eqn: Eqn, i: int) -> bool:
     """
     of, *others = eqn.inputs()
     if eqn.name == "gather" and i == 0:
-        return others[0].value is None
+        return index_of(eqn) is None
     if eqn.name in ("scatter", "scatter-add", "scatter_add") and i == 2:
         return others[0].value is None
     is_update = eqn.name == "dynamic_update_slice" and i == 1
