@@ -5,46 +5,27 @@ Goes from the product of query and key to the entries of parameters that a clip 
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._model.owned_leaf import OwnedLeaf
-from .cells import agreed, Cells, classes, Entries, places, Rows, Trips, varied_loops
+from .cells import agreed, Cells, classes, places, Rows, Trips, varied_loops
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
-from .heads import bits_of, head_ids, HeadMap, heads_of, Refused, shows_all
+from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
 from .marks import distinct, is_varied, Marks, numbered
 from .numbers import Lead
+from .parts import parts_in, scaled_entries, ScaledEntries
 from .primitives import moves, shared
-from .scaling import ADDED, Factor, IsLast, never, NORMED, Sum
+from .scaling import ADDED, Factor, IsLast, never, Sum
 from .sites import Site, sites_of, Unclear
 from .softmaxes import Product, Route, Softmaxes
 
 
 # The longest dimension of a product's sum that is divided into regions.
 _LONGEST = 1 << 14
-
-
-class ScaledEntries(NamedTuple):
-    """Entries of a parameter in which logits are linear."""
-
-    parameter: int
-    leaf: OwnedLeaf  # which entries; `layers.py` adds the path
-    why: str = ""  # why the layer of an entry is unknown, or empty
-
-    def meets(self, other: "ScaledEntries") -> bool:
-        """Whether both have an entry of one parameter in common."""
-        is_same = self.parameter == other.parameter
-        return is_same and not self.leaf.is_apart_from(other.leaf)
-
-    def joined_with(self, other: "ScaledEntries") -> "ScaledEntries":
-        """Returns the union: several products of the same entries scale them once."""
-        if self.leaf.stack != other.leaf.stack:
-            return other
-        return self._replace(leaf=self.leaf.joined_with(other.leaf))
 
 
 class Pair(NamedTuple):
@@ -60,14 +41,6 @@ class Pair(NamedTuple):
         return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
 
 
-PICKED = (
-    "an index that is not a loop counter picks a layer of '{}' {}: use jax.lax.scan "
-    "over the stack, or an index that counts 0, 1, ..."
-)
-UNEVEN = (
-    "heads share entries of '{}' {} in groups of different sizes, or not all heads "
-    "have entries there"
-)
 WHILE = (
     "jax.lax.while_loop goes through layers, and how often is not known: use "
     "jax.lax.scan, or jax.lax.fori_loop between two numbers"
@@ -387,8 +360,9 @@ class LayerReader:
                 marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
                 marks = dict(moves(eqn, 0))[i](marks)
                 side = _Side(atom, marks, 0)
+                sides = _Sides([side], heads, [self._sum(side)])
                 sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
-                found = self._divide([_Sides([side], heads, [self._sum(side)])], self.sides)
+                found = self._divide([sides], self.sides)
                 parts = [p for x in found for pair in x.pairs for p in pair.query]
                 is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
                 if is_each and all(y.query for x in found for y in x.pairs):
@@ -514,6 +488,11 @@ class LayerReader:
         marks = (side.marks, *of_trips)
         return self.softmaxes.scaling.of(side.atom, marks, side.is_last)
 
+    def _marked(self, sides: _Sides) -> _Sides:
+        """Returns sides whose summands have marks of the trips of loops over layers."""
+        made = [self._sum(x, [self.trips.marks(x.atom)]) for x in sides.sides]
+        return sides._replace(sums=made)
+
     def _divide(
         self, every: Sequence[_Sides], others: Sequence[_Sides] = ()
     ) -> list[_Class]:
@@ -535,21 +514,16 @@ class LayerReader:
             self.refusals.append(f"its loops have {trips.count} trips")
             self.trips = trips = Trips()
         if trips.loops:
-            every, others = (
-                [
-                    x._replace(sums=[self._sum(y, [trips.marks(y.atom)]) for y in x.sides])
-                    for x in of
-                ]
-                for of in (every, others)
-            )
+            every, others = ([self._marked(x) for x in of] for of in (every, others))
         number = max(x.heads.number for x in every)
         cells = classes([y for x in (*every, *others) for y in x.sums], trips, number)
         # Summands that a clip does not scale make no difference.
         for i in (0, 1) if len(cells) > 1 else ():
             groups: dict[Any, Cells] = {}
             for one in cells:
-                parts = (_parts(y, one, self.softmaxes.frozen) for x in every for y in x.sums)
-                key = one[i], *(None if x.whole is None else frozenset(x.whole) for x in parts)
+                sums = (y for x in every for y in x.sums)
+                parts = (parts_in(y, one, self.softmaxes.frozen) for y in sums)
+                key = one[i], *(x.parameters for x in parts)
                 old = groups.get(key, one)
                 groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
             cells = list(groups.values())
@@ -558,8 +532,12 @@ class LayerReader:
             if (layer := self._class(every, one)) is not None:
                 found.append(layer)
                 continue
-            each = (one._replace(trips=1 << t) for t in members(one.trips))
-            found += [x for x in (self._class(every, y) for y in each) if x]
+            for t in members(one.trips):
+                layer = self._class(every, one._replace(trips=1 << t))
+                if layer is None:
+                    self.refusals.append("the layers of its loops cannot be told apart")
+                else:
+                    found.append(layer)
         return sorted(found, key=lambda x: [y & -y for y in x.cells])
 
     def _class(self, every: Sequence[_Sides], cells: Cells) -> _Class | None:
@@ -569,7 +547,7 @@ class LayerReader:
         for sides in every:
             out, whys = [], []
             for side, found in zip(sides.sides, sides.sums, strict=True):
-                parts = _parts(found, cells, self.softmaxes.frozen)
+                parts = parts_in(found, cells, self.softmaxes.frozen)
                 makers |= parts.makers
                 events[side.role].update(parts.events)
                 if parts.is_unsure:
@@ -580,7 +558,7 @@ class LayerReader:
                         return None
                     rows.append(of_leaf)
                     is_picked = parameter in parts.picked
-                    own.append(_scaled(parameter, of_leaf, cells, is_picked))
+                    own.append(scaled_entries(parameter, of_leaf, cells, is_picked))
                 out.append(None if parts.whole is None else own)
                 whys.append(parts.why)
             if [] in out:
@@ -593,77 +571,7 @@ class LayerReader:
         return _Class(cells, trips, pairs, makers, events)
 
 
-class _Parts(NamedTuple):
-    """The entries to scale in some cells, so that a sum is scaled."""
-
-    whole: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
-    why: str = ""  # if so, why
-    makers: set[int] = set()  # the parameters in the sum
-    events: set[int] = set()
-    picked: set[int] = set()  # parameters of which an index takes a part
-    is_unsure: bool = False  # whether entries are in several heads
-
-
-def _parts(found: Sum, cells: Cells, frozen: Collection[int]) -> _Parts:
-    """Returns the parts of a side: one factor of each summand."""
-    parts = _Parts({}, "", set(), set(), set())
-    whole: dict[int, Entries] = {}
-    number = cells.heads.bit_count()
-    is_unsure, here = False, []
-    for s in found:
-        made = [(f, Entries.of(f, cells)) for f in s.factors]
-        linear = [x for x in made if x[0].is_linear]
-        is_in = [bool(entries.heads.any()) for _, entries in linear or made]
-        if not (all(is_in) if linear else any(is_in) or not is_in):
-            continue  # the summand is in other cells
-        parts.makers.update(f.parameter for f, x in linear or made if x.heads.any())
-        here.append((s, linear))
-    for s, linear in here:
-        trained = [x for x in linear if x[0].parameter not in frozen]
-        if not trained:
-            why = FROZEN if linear else s.why or NORMED
-            return parts._replace(whole=None, why=why)
-        # The factor applied last comes first. Only a factor that distinguishes heads
-        # can be scaled for each of them.
-        counts = [_groups(entries.heads) for _, entries in trained]
-        both = [*zip(trained, counts, strict=True)]
-        own = [x for x, n in both if n == number > 1] or [x for x, n in both if n > 1]
-        # Prefer entries that already scale another summand.
-        again = [
-            (f, x)
-            for f, x in own or trained
-            if f.parameter in whole and whole[f.parameter].meets(x)
-        ]
-        factor, best = (again or own or trained)[0]
-        parts.events.add(factor.event)
-        if factor.is_picked:
-            parts.picked.add(factor.parameter)
-        if old := whole.get(factor.parameter):
-            is_same = _groups(old.heads) == _groups(best.heads)
-            is_unsure |= is_same and old.disagrees_with(best)
-            best = old.joined_with(best)
-        whole[factor.parameter] = best
-    return parts._replace(whole=whole, is_unsure=is_unsure)
-
-
-def _groups(marks: Marks) -> int:
-    """Returns how many heads, or groups of heads, have entries of their own."""
-    found = distinct(marks)
-    is_apart = sum(m.bit_count() for m in found) == union(found).bit_count()
-    return len(found) if is_apart else 1
-
-
-def _scaled(
-    parameter: int, rows: Rows, cells: Cells, is_picked: bool
-) -> ScaledEntries:
-    numbers = head_ids(rows.marks, cells.heads)
-    why = PICKED if is_picked else "" if numbers else UNEVEN
-    ids, number = numbers or (np.zeros(rows.marks.shape, int), 1)
-    return ScaledEntries(parameter, OwnedLeaf("", rows.stack, ids, number), why)
-
-
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
-FROZEN = "what makes it is frozen, so that no parameter scales"
 
 
 def _why(why_q: str, why_k: str) -> str:

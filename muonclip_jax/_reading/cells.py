@@ -118,9 +118,8 @@ class Entries(NamedTuple):
         Returns `None` if the entries are no such stack: some rows are not used, some
         trips have no row, or their heads differ.
         """
-        heads, trips = np.broadcast_arrays(self.heads, self.trips)
         stack = varied(self.trips)
-        rest = tuple(a for a in range(heads.ndim) if a not in stack)
+        rest = tuple(a for a in range(self.trips.ndim) if a not in stack)
         of_rows = np.asarray(union_but(self.trips, stack), object).squeeze(rest)
         sets = of_rows.ravel().tolist()
         is_whole = union(sets) == cells.trips and all(sets)

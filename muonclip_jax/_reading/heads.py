@@ -164,14 +164,19 @@ def _along(
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
     A loop's trips are layers if each has one entry of a stack, and heads if each has
-    several entries of an axis. Along an axis of both sides a leaf may be for some
-    entries only, as one of several layers that `vmap` goes through.
+    several entries of an axis. A leaf may be for some entries of an axis only, as one
+    of several layers that `vmap` goes through. If only one side has the axis, it may
+    also be of positions, some of which have a kernel of their own; a layer has one
+    entry there.
     """
-    own = {
-        a: x
-        for a, x in zip(axes, all_marks, strict=False)
-        if is_varied(x) or (a in either and is_apart(x, numbered(1, 0, axes[a])))
-    }
+    own: dict[int, Marks] = {}
+    for (a, size), x in zip(axes.items(), all_marks, strict=False):
+        whole = numbered(1, 0, size)
+        is_one = distinct(x) <= distinct(whole)
+        if is_varied(x) or (
+            is_apart(x, whole) and a not in loops and (is_one or a in either)
+        ):
+            own[a] = x
     of_loops = [x for a, x in own.items() if a in loops]
     return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}
 

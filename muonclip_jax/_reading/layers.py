@@ -11,7 +11,8 @@ from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._model.shares import shares_of
 from .._parameters import paths
-from .attention import Layer, ScaledEntries
+from .attention import Layer
+from .parts import ScaledEntries
 
 
 class NamedLayer(NamedTuple):

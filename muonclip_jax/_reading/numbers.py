@@ -225,9 +225,8 @@ def _transpose(eqn: Any, values: list[np.ndarray]) -> Value:
 
 
 def _rev(eqn: Any, values: list[np.ndarray]) -> Value:
-    return np.flip(
-        values[0], [len(eqn.frame.lead) + d for d in eqn.jaxpr_eqn.params["dimensions"]]
-    )
+    lead, dims = len(eqn.frame.lead), eqn.jaxpr_eqn.params["dimensions"]
+    return np.flip(values[0], tuple(lead + d for d in dims))
 
 
 def _iota(eqn: Any, values: list[np.ndarray]) -> Value:
@@ -243,7 +242,9 @@ def _slice(eqn: Any, values: list[np.ndarray]) -> Value:
     places = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
     cut = [slice(*place) for place in places]
     sizes = zip(cut, x.shape[lead:], strict=True)
-    return x[(*[slice(None)] * lead, *(at if n > 1 else slice(None) for at, n in sizes))]
+    return x[
+        (*[slice(None)] * lead, *(at if n > 1 else slice(None) for at, n in sizes))
+    ]
 
 
 def _concatenate(eqn: Any, values: list[np.ndarray]) -> Value:
@@ -254,7 +255,7 @@ def _concatenate(eqn: Any, values: list[np.ndarray]) -> Value:
         values = [np.expand_dims(x, axis) for x in values]
     sizes = [1 if is_new else x.shape[d] for x in eqn.inputs()]
     values = [full(x, axis, n) for x, n in zip(values, sizes, strict=True)]
-    rest = (x.shape[:axis] + (1,) + x.shape[axis + 1 :] for x in values)
+    rest = ((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in values)
     shape = list(np.broadcast_shapes(*rest))
     if math.prod(shape) * sum(sizes) > _MOST:
         return None

@@ -332,7 +332,9 @@ def _scatter(op: Op) -> Moves:
         marks = _window(marks, out, sizes, starts)
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
         # Now the axes are the indices', then those of the window.
-        axes = [rest.index(d) if d in rest else free + own.index(d) for d in range(len(new))]
+        axes = [
+            rest.index(d) if d in rest else free + own.index(d) for d in range(len(new))
+        ]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
 
     is_sum = op.eqn.name != "scatter"
@@ -353,9 +355,11 @@ def _window(
         if start is None:
             marks = union_along(marks, [axis])
             continue
-        within = np.arange(n).reshape([-1 if a == axis else 1 for a in range(marks.ndim)])
+        within = np.arange(n).reshape(
+            [-1 if a == axis else 1 for a in range(marks.ndim)]
+        )
         places = np.clip(start, 0, size - n) + within
-        others = (x.shape[:axis] + (1,) + x.shape[axis + 1 :] for x in (marks, places))
+        others = ((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in (marks, places))
         shape = np.broadcast_shapes(*others)
         rows, places = (
             np.broadcast_to(x, (*shape[:axis], x.shape[axis], *shape[axis + 1 :]))

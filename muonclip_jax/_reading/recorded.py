@@ -141,7 +141,9 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             x = _of_layer(layer, by_site[id(site)])
             # The statistic is the maximum over the places where logits enter a softmax,
             # and over the calls of a layer.
-            node[STATISTIC] = jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
+            node[STATISTIC] = (
+                jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
+            )
     return call.outputs(_values(outs)), stats
 
 

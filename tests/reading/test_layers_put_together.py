@@ -106,7 +106,7 @@ def in_groups(stack: Any, h: Any) -> Any:
 
     def group(h: Any, p: Any) -> Any:
         for i in range(2):
-            h = block(jax.tree.map(lambda x: x[i], p), h)
+            h = block(jax.tree.map(lambda x, i=i: x[i], p), h)
         return h, None
 
     return jax.lax.scan(group, h, groups)[0]
@@ -120,7 +120,7 @@ def nested(stack: Any, h: Any) -> Any:
 def by_group_and_place(stack: Any, h: Any) -> Any:
     def step(i: Any, h: Any) -> Any:
         for j in range(2):
-            h = block(jax.tree.map(lambda x: x[2 * i + j], stack), h)
+            h = block(jax.tree.map(lambda x, j=j: x[2 * i + j], stack), h)
         return h
 
     return jax.lax.fori_loop(0, 2, step, h)
@@ -132,6 +132,17 @@ def cut_in_groups(stack: Any, h: Any) -> Any:
         return scanned(jax.tree.map(lambda x: cut(x, 2 * i), stack), h)
 
     return jax.lax.fori_loop(0, 2, step, h)
+
+
+def carried(stack: Any, h: Any) -> Any:
+    """Each trip computes the index of the next: 0, 2, 1."""
+
+    def step(carry: Any, _: Any) -> Any:
+        i, h = carry
+        h = block(jax.tree.map(lambda x: x[i], stack), h)
+        return ((i + 2) % 3, h), None
+
+    return jax.lax.scan(step, (jnp.int32(0), h), None, length=3)[0][1]
 
 
 def by_index(index: Any, count: int = 3) -> Any:
@@ -231,7 +242,7 @@ def changed(way: Way, change: Any) -> Way:
 
 
 def with_biases(p: Any, key: Any) -> Any:
-    made = {f"{n}_bias": jax.random.normal(key, p[n].shape[:-2] + (D,)) for n in "qk"}
+    made = {f"{n}_bias": jax.random.normal(key, (*p[n].shape[:-2], D)) for n in "qk"}
     return p | made
 
 
@@ -268,6 +279,100 @@ def scan_with_key(layers: list[Any], k: Any, h: Any) -> Any:
     return scanned(stacked(layers), h, lambda p, h: block(p | {"k": k}, h))
 
 
+def in_patterns(layers: list[Any], h: Any) -> Any:
+    """As simply does: places of a pattern are stacked over its repetitions."""
+    places = [stacked(layers[i::2]) for i in range(2)]
+
+    @jax.checkpoint
+    def pattern(h: Any, p: list[Any]) -> tuple[Any, None]:
+        for place in p:
+            h = block(place, h)
+        return h, None
+
+    return jax.lax.scan(pattern, h, places)[0]
+
+
+def mapped_with_key(layers: list[Any], k: Any, h: Any) -> Any:
+    return jax.vmap(lambda p: block(p | {"k": k}, h))(stacked(layers)).sum(0)
+
+
+def with_keys_reversed() -> Way:
+    """Query and key of one stack run in opposite orders, so layers are single."""
+
+    def layers(p: Any) -> list[Any]:
+        keys = rows(p, 2, 1, 0)
+        return [x | {"k": y["k"]} for x, y in zip(rows(p, 0, 1, 2), keys, strict=True)]
+
+    def run(p: Any, h: Any) -> Any:
+        return scanned(p | {"k": p["k"][::-1]}, h)
+
+    return Way(functools.partial(kernels, count=3), layers, run, block)
+
+
+def keys_of_groups(run: Any) -> Way:
+    """A key for every two layers."""
+
+    def params(key: Any) -> Any:
+        p = kernels(key, 4)
+        return p | {"k": p["k"][:2]}
+
+    def layers(p: Any) -> list[Any]:
+        one = {n: p[n] for n in "qv"}
+        return [x | {"k": p["k"][i // 2]} for i, x in enumerate(rows(one, 0, 1, 2, 3))]
+
+    return Way(params, layers, run, block)
+
+
+def keys_by_index(p: Any, h: Any) -> Any:
+    def step(i: Any, h: Any) -> Any:
+        return block({"q": p["q"][i], "v": p["v"][i], "k": p["k"][i // 2]}, h)
+
+    return jax.lax.fori_loop(0, 4, step, h)
+
+
+def with_other_leaves(split: Any, whole: Any) -> Way:
+    """Layers as separate leaves of another kind, `whole` makes kernels of them."""
+
+    def params(key: Any) -> Any:
+        return {name: split(x) for name, x in apart(key).items()}
+
+    def layers(p: Any) -> list[Any]:
+        return [whole(x) for x in p.values()]
+
+    def run(p: Any, h: Any) -> Any:
+        return scanned(stacked(values(p)), h, lambda x, h: block(whole(x), h))
+
+    return Way(params, layers, run, block)
+
+
+def fused(x: Any) -> Any:
+    return {"qkv": jnp.concatenate([x[n] for n in "qkv"], -1)}
+
+
+def unfused(x: Any) -> Any:
+    return dict(zip("qkv", jnp.split(x["qkv"], 3, -1), strict=True))
+
+
+def by_heads(x: Any) -> Any:
+    return x | {"q": x["q"][:, :N], "other": x["q"][:, N:]}
+
+
+def joined_heads(x: Any) -> Any:
+    return x | {"q": jnp.concatenate([x["q"], x["other"]], -1)}
+
+
+def adapted(x: Any) -> Any:
+    return x | {"a": x["q"][:, :2] * 0.3, "b": x["k"][:2] * 0.5}
+
+
+def unadapted(x: Any) -> Any:
+    return x | {"q": x["q"] + x["a"] @ x["b"]}
+
+
+def by_map(layers: list[Any], h: Any) -> Any:
+    return jax.lax.map(lambda p: block(p, h), stacked(layers)).sum(0)
+
+
 def mapped(layers: list[Any], h: Any) -> Any:
     """Branches side by side, by vmap over layers that are put together."""
     return jax.vmap(lambda p: block(p, h))(stacked(layers)).sum(0)
@@ -297,7 +402,9 @@ WAYS: dict[str, Way] = {
     ),
     "unroll": of_leaves(lambda x, h: scanned(stacked(x), h, unroll=2)),
     "remat": of_leaves(lambda x, h: scanned(stacked(x), h, one_by_one)),
-    "map": of_leaves(lambda x, h: jax.lax.map(lambda p: block(p, h), stacked(x)).sum(0)),
+    "map": of_leaves(
+        lambda x, h: jax.lax.map(lambda p: block(p, h), stacked(x)).sum(0)
+    ),
     "vmap": of_leaves(mapped),
     "case": of_leaves(by_case),
     "branch": of_leaves(by_branch),
@@ -323,8 +430,19 @@ WAYS: dict[str, Way] = {
     "index": of_stack(by_index(lambda i: i), [0, 1, 2]),
     "index from the end": of_stack(by_index(lambda i: 2 - i), [2, 1, 0]),
     "index modulo": of_stack(by_index(lambda i: (2 * i + 1) % 3), [1, 0, 2]),
+    "index that is carried": of_stack(carried, [0, 2, 1]),
     "index by constants": of_stack(by_constants([1, 0, 2]), [1, 0, 2]),
     "shared key": sharing(scan_with_key),
+    "shared key under vmap": sharing(mapped_with_key),
+    "patterns": of_leaves(in_patterns, 4),
+    "keys reversed": with_keys_reversed(),
+    "keys of groups": keys_of_groups(keys_by_index),
+    "keys repeated": keys_of_groups(
+        lambda p, h: scanned(p | {"k": jnp.repeat(p["k"], 2, 0)}, h)
+    ),
+    "fused": with_other_leaves(fused, unfused),
+    "heads of two kernels": with_other_leaves(by_heads, joined_heads),
+    "adapters": with_other_leaves(adapted, unadapted),
     "biases": changed(of_leaves(lambda x, h: scanned(stacked(x), h)), with_biases),
     "gains": changed(of_leaves(lambda x, h: scanned(stacked(x), h)), with_gains),
     "gains of flipped": changed(
@@ -360,7 +478,7 @@ def inputs_of(name: str, way: Way, params: Any, h: Any) -> list[Any]:
     found = []
     for p in way.layers(params):
         found.append(h)
-        h = h if name in ("vmap", "map") else way.block(p, h)
+        h = h if "map" in name else way.block(p, h)
     return found
 
 
@@ -387,3 +505,114 @@ def test_each_layer_and_head_has_its_number_and_its_clip(name: str):
     under = before <= tau
     np.testing.assert_array_equal(after[under], before[under])
     assert under.any() and not under.all()
+
+
+def test_labels_and_axes_are_those_of_the_layers():
+    x = jnp.ones((B, T, D))
+    for name, axes in {
+        "stack": (0, 1),
+        "vmap": (0, 1),
+        "joined stacks": (1, 2),
+    }.items():
+        way = WAYS[name]
+        params = jax.eval_shape(way.params, jax.random.key(0))
+        reading = mc.read_model(lambda p, x, run=way.run: run(p, x).mean(), params, x)
+        assert {*jax.tree.leaves(reading.labels)} == {"matrix"}
+        numbers = jax.tree.leaves(
+            reading.dimension_numbers, is_leaf=lambda x: hasattr(x, "output_axis")
+        )
+        assert {(x.reduction_axis, x.output_axis) for x in numbers} == {axes}
+
+
+def test_each_layer_has_a_path_that_says_which_it_is():
+    x = jnp.ones((B, T, D))
+
+    def paths(name: str) -> list[str]:
+        way = WAYS[name]
+        params = jax.eval_shape(way.params, jax.random.key(0))
+        reading = mc.read_model(lambda p, x: way.run(p, x).mean(), params, x)
+        return sorted(layer.path for layer in reading.attention)
+
+    assert paths("groups") == [f"block_0{i}" for i in range(4)]
+    assert paths("joined stacks") == ["first", "last"]
+    assert paths("flipped") == [""]
+    assert paths("two halves") == [f"q/{i}" for i in range(4)]
+
+
+def test_frozen_layers_have_no_number():
+    way = WAYS["joined stacks"]
+    params = way.params(jax.random.key(0))
+
+    def loss(p: Any, x: Any) -> Any:
+        return way.run({**p, "first": jax.lax.stop_gradient(p["first"])}, x).mean()
+
+    _, stats = mc.record_attention(loss)(params, jnp.ones((B, T, D)))
+    assert jax.tree.map(jnp.shape, stats) == {"last": {"max_logits": (H,)}}
+
+
+def test_layers_that_cannot_be_told_apart_are_refused():
+    stack, x = kernels(jax.random.key(0), 3), jnp.ones((B, T, D))
+
+    def in_an_unknown_order(p: Any, x: Any) -> Any:
+        order = jnp.argsort(x[0, :3, 0])
+        return scanned({n: kernel[order] for n, kernel in p.items()}, x).sum()
+
+    def unknown_groups(p: Any, x: Any) -> Any:
+        def step(i: Any, h: Any) -> Any:
+            start = (x[0, 0, 0] > i).astype(int)
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=2, axis=0)
+            return scanned({n: cut(kernel, start) for n, kernel in p.items()}, h)
+
+        return jax.lax.fori_loop(0, 2, step, x).sum()
+
+    def until(p: Any, x: Any) -> Any:
+        def step(state: Any) -> Any:
+            i, h = state
+            return i + 1, block({n: kernel[i] for n, kernel in p.items()}, h)
+
+        return jax.lax.while_loop(lambda s: s[1].max() > 0, step, (0, x))[1].sum()
+
+    for loss, why in {
+        in_an_unknown_order: "an index that is not a loop counter picks a layer of 'q'",
+        unknown_groups: "an index that is not a loop counter picks a layer of 'q'",
+        until: "jax.lax.while_loop goes through layers, and how often is not known",
+    }.items():
+        reading = mc.read_model(loss, stack, x)
+        assert not reading.attention
+        (refused,) = reading.refused
+        assert "test_layers_put_together.py:" in refused and why in refused
+        with pytest.raises(ValueError, match="cannot scale the logits"):
+            mc.muonclip(1e-2, model=reading)
+
+
+def test_blocks_of_nnx_that_are_stacked_when_they_run():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: Any):
+            for i in range(3):
+                attention = nnx.MultiHeadAttention(H, D, rngs=rngs, decode=False)
+                setattr(self, f"block{i}", attention)
+
+        def __call__(self, x: Any) -> Any:
+            for i in range(3):
+                x = x + getattr(self, f"block{i}")(x)
+            return x
+
+    def stacked_run(model: Any, x: Any) -> Any:
+        parts = [nnx.split(getattr(model, f"block{i}")) for i in range(3)]
+        graph, states = parts[0][0], [state for _, state in parts]
+
+        def step(x: Any, state: Any) -> Any:
+            return x + nnx.merge(graph, state)(x), None
+
+        stack = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        return jnp.mean(jax.lax.scan(step, x, stack)[0] ** 2)
+
+    model, x = Model(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (B, T, D))
+    _, stats = mc.record_attention(stacked_run)(model, x)
+    _, expected = mc.record_attention(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
+    assert [*stats] == [*expected] == ["block0", "block1", "block2"]
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), stats, expected
+    )
