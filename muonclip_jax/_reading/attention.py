@@ -507,11 +507,12 @@ class LayerReader:
             around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
             around = [y for y in around if y.of not in self.layer.loops_of_heads]
             marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
-            found = self._sum(x, marks) if around else ()
-            loops |= {y.of: y for y in varied_loops(found, around)}
+            if around:
+                varied = varied_loops(self._sum(x, marks), around)
+                loops |= {y.of: y for y in varied}
         self.trips = trips = Trips(tuple(sorted(loops.values())))
-        if trips.count > _LONGEST:
-            self.refusals.append(f"its loops have {trips.count} trips")
+        if trips.number > _LONGEST:
+            self.refusals.append(f"its loops have {trips.number} trips")
             self.trips = trips = Trips()
         if trips.loops:
             every, others = ([self._marked(x) for x in of] for of in (every, others))

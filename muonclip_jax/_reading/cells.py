@@ -37,18 +37,18 @@ class Trips(NamedTuple):
     loops: tuple[Lead, ...] = ()
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return math.prod(x.size for x in self.loops)
 
     @property
     def all(self) -> int:
         """All trips, as bits."""
-        return (1 << self.count) - 1
+        return (1 << self.number) - 1
 
     def marks(self, atom: Atom) -> Marks:
         """Returns marks of an array, with a bit for every trip of the loops."""
         sizes = [x.size for x in self.loops]
-        bits = numbered(1, 0, self.count, exact=True).reshape(sizes)
+        bits = numbered(1, 0, self.number, exact=True).reshape(sizes)
         here = {x.of: x.axis for x in atom.frame.lead}
         # An array outside of a loop is the same in all its trips.
         gone = tuple(i for i, x in enumerate(self.loops) if x.of not in here)
@@ -230,7 +230,7 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
     A product is where all its factors are. After something nonlinear, such as a norm
     of kernels that are put together, it is where one of them is.
     """
-    rows = [(1 << heads) - 1] * trips.count
+    rows = [(1 << heads) - 1] * trips.number
     own = [_cells_of_factor(f, trips) for f in summand.linear or summand.factors]
     if summand.linear:
         return [functools.reduce(operator.and_, of) for of in zip(*own, strict=True)]
@@ -240,7 +240,7 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
 def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
     heads, *of_trips = factor.all_marks
     if not of_trips:
-        return [union(distinct(heads))] * trips.count
+        return [union(distinct(heads))] * trips.number
     pairs: dict[int, int] = {}
     if any(a > 1 < b for a, b in zip(heads.shape, of_trips[0].shape, strict=True)):
         both = np.broadcast_arrays(of_trips[0], heads)
@@ -248,7 +248,7 @@ def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
             pairs[own] = pairs.get(own, 0) | head
     else:
         pairs = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))
-    rows = [0] * trips.count
+    rows = [0] * trips.number
     for own, head in pairs.items():
         for t in members(own) if head else ():
             rows[t] |= head

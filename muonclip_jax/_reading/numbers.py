@@ -54,8 +54,9 @@ class Numbers:
         """Returns the value of a variable."""
         if atom not in self._known:
             value = self._find(atom)
-            is_small = value is not None and value.size <= _MOST
-            self._known[atom] = small(value) if is_small else None
+            if value is not None:
+                value = small(value) if value.size <= _MOST else None
+            self._known[atom] = value
         return self._known[atom]
 
     def _find(self, atom: Any) -> Value:
@@ -112,8 +113,9 @@ class Numbers:
         step = jaxprs.step_of(frame.jaxpr, atom.var, frame.outputs[k].var)
         if step is not None:
             steps = step * np.arange(count).reshape([-1] + [1] * (atom.rank - axis - 1))
-            value = _as(atom.var.aval.dtype, np.expand_dims(first, axis) + steps)
-            return np.flip(value, axis) if loop.is_reversed else value
+            values = np.expand_dims(first, axis) + steps
+            values = np.flip(values, axis) if loop.is_reversed else values
+            return _as(atom.var.aval.dtype, values)
         if count > _MOST_TRIPS:
             return None
         rows, trip = [np.expand_dims(first, axis)], None
