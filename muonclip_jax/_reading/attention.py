@@ -10,40 +10,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._model.owned_leaf import OwnedLeaf
+from .cells import agreed, Cells, classes, places, Rows, Trips, varied_loops
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
-from .marks import distinct, is_varied, marks_along, numbered, union_along, varied
+from .marks import distinct, is_varied, Marks, numbered
 from .numbers import Lead
-from .primitives import Kind, moves, shared
-from .scaling import ADDED, Factor, NORMED, Sum
+from .parts import parts_in, scaled_entries, ScaledEntries
+from .primitives import Kind, moves
+from .rules import shared
+from .scaling import ADDED, Factor, IsLast, never, Sum
 from .sites import Site, sites_of, Unclear
 from .softmaxes import Product, Route, Softmaxes
 
 
 # The longest dimension of a product's sum that is divided into regions.
 _LONGEST = 1 << 14
-
-
-class ScaledEntries(NamedTuple):
-    """Entries of a parameter in which logits are linear."""
-
-    parameter: int
-    leaf: OwnedLeaf  # which entries; `layers.py` adds the path
-    why: str = ""  # why the layer of an entry is unknown, or empty
-
-    def meets(self, other: "ScaledEntries") -> bool:
-        """Whether both have an entry of one parameter in common."""
-        is_same = self.parameter == other.parameter
-        return is_same and not self.leaf.is_apart_from(other.leaf)
-
-    def joined_with(self, other: "ScaledEntries") -> "ScaledEntries":
-        """Returns the union: several products of the same entries scale them once."""
-        if self.leaf.stack != other.leaf.stack:
-            return other
-        return self._replace(leaf=self.leaf.joined_with(other.leaf))
 
 
 class Pair(NamedTuple):
@@ -59,13 +42,9 @@ class Pair(NamedTuple):
         return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
 
 
-PICKED = (
-    "an index that is not a loop counter picks a layer of '{}' {}: use jax.lax.scan "
-    "over the stack, or an index that counts 0, 1, ..."
-)
-PARTIAL = (
-    "a loop does not go through all layers in '{}' {} one by one: use jax.lax.scan "
-    "over an axis that has all of them, and no others"
+WHILE = (
+    "jax.lax.while_loop goes through layers, and how often is not known: use "
+    "jax.lax.scan, or jax.lax.fori_loop between two numbers"
 )
 
 
@@ -80,10 +59,17 @@ class Layer:
     makers: set[int] = dataclasses.field(default_factory=set)
     tokens: set[int] = dataclasses.field(default_factory=set)
     devices: tuple[str, ...] = ()  # mesh axes along which heads are
-    # Loops whose trips are different layers, and loops whose trips are different heads.
-    loops: frozenset[Any] = frozenset()
+    # Loops whose trips have parameters of their own, the outermost first, and loops
+    # whose trips are different heads.
+    loops: tuple[Any, ...] = ()
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
+    # Recorded logits may be those of several layers: `(*loops, recorded heads)`. This
+    # one has some of the heads, and the trips of `places`: an array `(*stack, trips)`,
+    # with all trips of its loops counted in one row.
+    recorded: int = 0
+    own_heads: list[int] | None = None
+    places: np.ndarray | None = None
     refusal: str = ""
     unclear: str = ""  # why its statistic cannot be recorded
 
@@ -115,8 +101,42 @@ class _Scaled(NamedTuple):
         return any(bool((mask & (use.marks != 0)).any()) for mask in own)
 
 
+class _Side(NamedTuple):
+    """A side of a product, or a temperature, with the marks of its heads."""
+
+    atom: Atom
+    marks: Marks
+    role: int  # 0 for query, 1 for key
+    is_last: IsLast = never
+
+
+class _Sides(NamedTuple):
+    """Query and key in one region of a product, or a temperature alone.
+
+    `sums` has the summands of each side, with the marks of heads, and those of trips if
+    the layer has loops.
+    """
+
+    sides: list[_Side]
+    heads: HeadMap
+    sums: list[Sum]
+
+
+class _Class(NamedTuple):
+    """Cells that are one layer, with the pairs that scale it."""
+
+    cells: Cells
+    trips: np.ndarray  # for each layer of a stack, as bits
+    pairs: list[Pair]
+    makers: set[int]
+    events: tuple[set[int], set[int]]  # of its queries and of its keys
+
+
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
-    """Returns a layer for each softmax of products of query and key."""
+    """Returns a layer for each softmax of products of query and key.
+
+    It is several layers if loops or heads have parameters of their own.
+    """
     softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
     made = [(products, x.exps) for x, products in softmax_of if products]
     facts = softmaxes.facts
@@ -126,9 +146,9 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     for reader in readers:
         reader.read_products()
     clipped = union(event for x in readers for side in x.events for event in side)
-    found = [reader.read(clipped) for reader in readers]
+    found = [layer for reader in readers for layer in reader.read(clipped)]
     # Layers are in the order of their calls, since paths may be numbered by it.
-    return sorted((x for x in found if x), key=lambda x: x.products[0].address)
+    return sorted(found, key=lambda x: x.products[0].address)
 
 
 class LayerReader:
@@ -149,7 +169,8 @@ class LayerReader:
         # scale their sides; and the parameters of their queries.
         self.found: list[tuple[Product, HeadMap]] = []
         self.bits = 0
-        self.pairs: list[Pair] = []
+        self.sides: list[_Sides] = []
+        self.trips, self.classes = Trips(), list[_Class]()
         self.queries: set[int] = set()
         # All queries and keys, and the events where entries scaled for each are used.
         self.arrays: list[_Array] = []
@@ -157,20 +178,26 @@ class LayerReader:
         self.clipped = 0
 
     def read_products(self) -> None:
-        """Notes which parameters scale each product."""
+        """Notes which parameters scale each product, for each layer of its cells."""
         # First products whose key is known: they show which parameters make queries.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
+        self.classes = self._divide(self.sides) if self.sides else []
+        for one in self.classes:
+            for i, events in enumerate(one.events):
+                self.events[i].update(events)
 
-    def read(self, clipped: int) -> Layer | None:
+    def read(self, clipped: int) -> list[Layer]:
         """Reads the rest; `clipped` are the events of scaled entries of any layer."""
         layer, self.clipped = self.layer, clipped
         counts = {heads.number for _, heads in self.found}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
-        layer.heads = max(counts, default=0)
-        if layer.makers and layer.makers <= self.softmaxes.frozen:
-            return None  # frozen logits are as good as data
+        layer.heads = layer.recorded = max(counts, default=0)
+        layer.makers = {i for x in self.classes for i in x.makers}
+        frozen = self.softmaxes.frozen
+        if layer.makers and layer.makers <= frozen:
+            return []  # frozen logits are as good as data
         ways: list[Route] = []
         try:
             if self.found:
@@ -182,32 +209,77 @@ class LayerReader:
             layer.unclear = str(why)
         # A query that the key gates is linear in its own kernel but not in the key's,
         # so the key is not scaled.
-        queries = [part for x in self.pairs for part in x.query]
-        keys = [part for x in self.pairs for part in x.key]
+        pairs = [x for one in self.classes for x in one.pairs]
+        queries = [part for x in pairs for part in x.query]
+        keys = [part for x in pairs for part in x.key]
         scaled = [*map(_Scaled, (queries, keys), self.events)]
         for i, why in self._second_uses(scaled, self.arrays, ways).items():
-            self.pairs = [x.without(i, why) for x in self.pairs]
+            self.classes = [
+                x._replace(pairs=[pair.without(i, why) for pair in x.pairs])
+                for x in self.classes
+            ]
         # If nothing scales the product, a factor of the logits may.
-        is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
-        if is_unscaled and ways and (own := self._temperature(ways[-1])):
-            self.pairs = [Pair(own, [], [])]
-        for pair in self.pairs:
-            of_key = {part.leaf.heads for part in pair.key}
-            if not pair.query and not pair.key:
-                self.refusals.append(_why(*pair.whys))
-            elif not pair.query and of_key not in ({1}, {layer.heads}):
-                self.refusals.append(
-                    f"{pair.whys[0]} the query, and several query heads share a key"
-                )
-            else:
-                layer.pairs.append(pair)
+        is_unscaled = all(
+            [(y.query, y.key) for y in x.pairs] == [([], [])] for x in self.classes
+        )
+        if is_unscaled and self.classes and ways:
+            self.classes = self._temperature(ways[-1]) or self.classes
+        self._check_loops()
         for eqn in (eqn for path in ways for eqn in path.nonlinear):
             self.refusals.append(
                 f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
-        layer.refusal = self.refusals[0] if self.refusals else ""
-        return layer
+        layer.loops = tuple(x.of for x in self.trips.loops)
+        if not self.classes:
+            layer.refusal = self.refusals[0] if self.refusals else ""
+            return [layer]
+        live = [x for x in self.classes if x.makers] or self.classes[:1]
+        found = [self._layer(x) for x in live if not x.makers or x.makers - frozen]
+        if self.refusals:  # the same for all layers
+            self.layer.pairs = [x for of in found for x in of.pairs]
+            self.layer.refusal = self.refusals[0]
+            return [self.layer]
+        return found
+
+    def _layer(self, one: _Class) -> Layer:
+        """Returns the layer of a class of cells."""
+        layer, cells = self.layer, one.cells
+        heads, pairs, refusals = cells.heads.bit_count(), [], []
+        for pair in one.pairs:
+            of_key = {part.leaf.heads for part in pair.key}
+            if not pair.query and not pair.key:
+                refusals.append(_why(*pair.whys))
+            elif not pair.query and of_key not in ({1}, {heads}):
+                refusals.append(
+                    f"{pair.whys[0]} the query, and several query heads share a key"
+                )
+            else:
+                pairs.append(pair)
+        return dataclasses.replace(
+            layer,
+            heads=heads,
+            pairs=pairs,
+            makers=one.makers,
+            own_heads=members(cells.heads) if heads < layer.recorded else None,
+            places=places(one.trips),
+            refusal=refusals[0] if refusals else "",
+        )
+
+    def _check_loops(self) -> None:
+        """Notes why the trips of loops over layers cannot be told apart, if so."""
+        for loop in self.trips.loops:
+            frame = self.layer.products[0].frame
+            while frame.caller and frame.caller.address != loop.of:
+                frame = frame.caller.frame
+            if frame.caller and frame.caller.name == "while":
+                self.refusals.append(WHILE)
+            sites = (x.eqn.address[: len(loop.of)] for x in self.layer.sites)
+            if any(address != loop.of for address in sites):
+                self.refusals.append(
+                    f"the loop at {self.layer.line} goes through layers, and its "
+                    "logits enter the softmax outside of it"
+                )
 
     def _read_product(self, product: Product) -> None:
         """Notes which parameters scale the sides of a product, along its heads."""
@@ -232,9 +304,9 @@ class LayerReader:
         except Refused as why:
             self.refusals.append(str(why))
             return
-        for pair in self._by_region(product, order, heads):
-            self.pairs.append(pair)
-            self.queries |= {p.parameter for p in pair.query}
+        for sides in self._by_region(product, order, heads):
+            self.sides.append(sides)
+            self.queries |= {f.parameter for s in sides.sums[0] for f in s.linear}
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
@@ -275,8 +347,8 @@ class LayerReader:
                     found |= {i: why for i in sides if i not in found}
         return found
 
-    def _temperature(self, path: Route) -> list[ScaledEntries] | None:
-        """Returns the parts of a temperature, which multiplies the logits."""
+    def _temperature(self, path: Route) -> list[_Class] | None:
+        """Returns the layers that a temperature scales, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
         of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
@@ -289,22 +361,29 @@ class LayerReader:
             if eqn.kind is Kind.PRODUCT and self.softmaxes.facts.of(atom).is_weight:
                 marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
                 marks = dict(moves(eqn, 0))[i](marks)
-                # Trips are layers here, as they are for the sides of a product.
-                loops = [x for x in eqn.frame.lead if x.is_loop]
-                loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
-                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (marks, *trips))
-                parts, _, events = self._parts(found, heads, loops)
+                side = _Side(atom, marks, 0)
+                sides = _Sides([side], heads, [self._sum(side)])
                 sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
-                if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
+                found = self._divide([sides], self.sides)
+                parts = [p for x in found for pair in x.pairs for p in pair.query]
+                is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
+                if is_each and all(y.query for x in found for y in x.pairs):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
-                    if not self._second_uses([_Scaled(parts, events)], arrays, [path]):
+                    scaled = _Scaled(parts, {y for x in found for y in x.events[0]})
+                    if not self._second_uses([scaled], arrays, [path]):
                         # Heads that share a temperature, as in XCiT, are one.
-                        for site in self.layer.sites if len(sets) > 1 else ():
-                            joint = [site.rows[members(m)].ravel() for m in sets]
-                            site.rows, self.layer.heads = np.array(joint), len(sets)
-                        return parts
+                        if 1 < len(sets) < heads.number:
+                            for site in self.layer.sites:
+                                joint = [site.rows[members(m)].ravel() for m in sets]
+                                site.rows = np.array(joint)
+                            self.layer.recorded = len(sets)
+                            joint = (1 << len(sets)) - 1
+                            found = [
+                                x._replace(cells=x.cells._replace(heads=joint))
+                                for x in found
+                            ]
+                        return found
         return None
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
@@ -366,36 +445,27 @@ class LayerReader:
             }
         return found
 
-    def _by_region(self, product: Product, order: tuple[int, int], heads: HeadMap):
-        """Iterates over regions of the sum, with the parts for query and key.
+    def _by_region(
+        self, product: Product, order: tuple[int, int], heads: HeadMap
+    ) -> Iterator[_Sides]:
+        """Iterates over regions of the sum, with the summands of query and key.
 
-        A side has one factor of each of its summands, or no parts if a summand has no
-        factor. A region is a range of the summed dimension in which summands are alike.
-        The key of latent attention joins two parts: one has heads, and the other, which
-        a rotary embedding turns, is the same for all of them.
+        A region is a range of the summed dimension in which summands are alike. The key
+        of latent attention joins two parts: one has heads, and the other, which a
+        rotary embedding turns, is the same for all of them.
         """
-        leads = product.eqn.frame.lead
-        loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
         for region in self._regions(product, order[1]):
-            out, whys = [], []
-            for i in order:
+            sides = []
+            for role, i in enumerate(order):
                 atom, marks = product.operand(i), product.side(i, heads.marks)
                 if region is not None:
                     d = product.over[0][i]
                     is_inside = np.isin(np.arange(atom.shape[d]), region)
                     bits = np.where(is_inside, -1, 0).astype(object)  # -1: all bits
                     marks = marks & atom.marked(d, bits)
-                trips = [numbered(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
-                parts, why, events = self._parts(found, heads, loops)
-                role = order.index(i)
                 self.arrays.append(_Array(atom, role))
-                self.events[role].update(events)
-                out.append(parts)
-                whys.append(why)
-            if out[0] == [] or out[1] == []:
-                continue  # zeros contribute nothing
-            yield Pair(out[0] or [], out[1] or [], whys)
+                sides.append(_Side(atom, marks, role, shows_all))
+            yield _Sides(sides, heads, [self._sum(x) for x in sides])
 
     def _regions(self, product: Product, i: int) -> list[Any]:
         """Returns the regions of the sum in which an operand's summands are alike."""
@@ -406,7 +476,9 @@ class LayerReader:
         if n == 1 or n > _LONGEST:
             return [None]
         marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
-        found = self.softmaxes.scaling.of(atom, (marks,), shows_all)
+        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
+        trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
+        found = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
         first = [f for s in found for f in (s.linear or s.factors)[:1]]
         rows = [bits_of(union(f.all_marks[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}
@@ -414,62 +486,95 @@ class LayerReader:
             regions.setdefault(column.tobytes(), []).append(j)
         return list(regions.values()) if len(regions) > 1 else [None]
 
-    def _parts(
-        self, found: Sum, heads: HeadMap, loops: list[Lead]
-    ) -> tuple[list[ScaledEntries] | None, str, set[int]]:
-        parts: dict[int, ScaledEntries] = {}
-        events: set[int] = set()
-        for s in found:
-            made = [f for f in s.linear if f.all_marks[0].any()] or s.factors
-            self.layer.makers |= {f.parameter for f in made}
-        for s in found:
-            if any(not f.all_marks[0].any() for f in s.factors):
-                continue  # the summand is in another region
-            linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
-            made = [(self._part(f, heads, loops), f.event) for f in linear]
-            if not made:
-                return None, FROZEN if s.linear else s.why or NORMED, events
-            # The factor applied last comes first. Only a factor that distinguishes
-            # heads can be scaled for each of them.
-            own = [x for x in made if x[0].leaf.heads == heads.number > 1]
-            own = own or [x for x in made if x[0].leaf.heads > 1]
-            # Prefer entries that already scale another summand.
-            again = [x for x in own or made if any(map(x[0].meets, parts.values()))]
-            best, event = (again or own or made)[0]
-            events.add(event)
-            if old := parts.get(best.parameter):
-                if _disagree(old.leaf, best.leaf):
-                    self.refusals.append("a parameter's entries are in several heads")
-                best = old.joined_with(best)
-            parts[best.parameter] = best
-        return list(parts.values()), "", events
+    def _sum(self, side: _Side, of_trips: Sequence[Marks] = ()) -> Sum:
+        marks = (side.marks, *of_trips)
+        return self.softmaxes.scaling.of(side.atom, marks, side.is_last)
 
-    def _part(self, factor: Factor, heads: HeadMap, loops: list[Lead]) -> ScaledEntries:
-        marks, why = factor.all_marks[0], PICKED if factor.is_picked else ""
-        stack: list[int] = []
-        for loop, trips in zip(loops, factor.all_marks[1:], strict=True):
-            own = varied(trips)
-            for axis in own:
-                line = marks_along(trips, axis)
-                if axis in stack or len(distinct(line)) < len(line):
-                    why = why or PARTIAL
-            stack += [a for a in own if a not in stack]
-            self.layer.loops |= {loop.of} if own else set()
-        marks = union_along(marks, stack).squeeze(tuple(stack))
-        leaf = OwnedLeaf("", tuple(stack), *heads.head_ids(marks))
-        return ScaledEntries(factor.parameter, leaf, why)
+    def _marked(self, sides: _Sides) -> _Sides:
+        """Returns sides whose summands have marks of the trips of loops over layers."""
+        made = [self._sum(x, [self.trips.marks(x.atom)]) for x in sides.sides]
+        return sides._replace(sums=made)
+
+    def _divide(
+        self, every: Sequence[_Sides], others: Sequence[_Sides] = ()
+    ) -> list[_Class]:
+        """Divides the cells of products into layers, each with the pairs that scale it.
+
+        Cells in which a clip would scale the same parameters are one layer, if these
+        are a stack. If not, each trip is a layer, as in a Python loop. `others` have
+        further summands that tell cells apart.
+        """
+        loops: dict[Any, Lead] = {}
+        for x in (x for sides in (*every, *others) for x in sides.sides):
+            around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
+            around = [y for y in around if y.of not in self.layer.loops_of_heads]
+            marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
+            if around:
+                varied = varied_loops(self._sum(x, marks), around)
+                loops |= {y.of: y for y in varied}
+        self.trips = trips = Trips(tuple(sorted(loops.values())))
+        if trips.number > _LONGEST:
+            self.refusals.append(f"its loops have {trips.number} trips")
+            self.trips = trips = Trips()
+        if trips.loops:
+            every, others = ([self._marked(x) for x in of] for of in (every, others))
+        number = max(x.heads.number for x in every)
+        cells = classes([y for x in (*every, *others) for y in x.sums], trips, number)
+        # Summands that a clip does not scale make no difference.
+        for i in (0, 1) if len(cells) > 1 else ():
+            groups: dict[Any, Cells] = {}
+            for one in cells:
+                sums = (y for x in every for y in x.sums)
+                parts = (parts_in(y, one, self.softmaxes.frozen) for y in sums)
+                key = one[i], *(x.parameters for x in parts)
+                old = groups.get(key, one)
+                groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
+            cells = list(groups.values())
+        found: list[_Class] = []
+        for one in cells:
+            if (layer := self._class(every, one)) is not None:
+                found.append(layer)
+                continue
+            for t in members(one.trips):
+                layer = self._class(every, one._replace(trips=1 << t))
+                if layer is None:
+                    self.refusals.append("the layers of its loops cannot be told apart")
+                else:
+                    found.append(layer)
+        return sorted(found, key=lambda x: [y & -y for y in x.cells])
+
+    def _class(self, every: Sequence[_Sides], cells: Cells) -> _Class | None:
+        """Returns the layer of some cells; `None` if its leaves are no stack."""
+        pairs, rows = list[Pair](), list[Rows]()
+        makers, events = set[int](), (set[int](), set[int]())
+        for sides in every:
+            out, whys = [], []
+            for side, found in zip(sides.sides, sides.sums, strict=True):
+                parts = parts_in(found, cells, self.softmaxes.frozen)
+                makers |= parts.makers
+                events[side.role].update(parts.events)
+                if parts.is_unsure:
+                    self.refusals.append("a parameter's entries are in several heads")
+                own = []
+                for parameter, entries in (parts.whole or {}).items():
+                    if (of_leaf := entries.rows(cells)) is None:
+                        return None
+                    rows.append(of_leaf)
+                    is_picked = parameter in parts.picked
+                    own.append(scaled_entries(parameter, of_leaf, cells, is_picked))
+                out.append(None if parts.whole is None else own)
+                whys.append(parts.why)
+            if [] in out:
+                continue  # zeros contribute nothing
+            query, key = (*out, None)[:2]
+            pairs.append(Pair(query or [], key or [], whys))
+        trips = agreed(rows, cells)
+        if trips is None:
+            return None
+        return _Class(cells, trips, pairs, makers, events)
 
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
-FROZEN = "what makes it is frozen, so that no parameter scales"
-
-
-def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
-    """Whether some entry belongs to different heads in both."""
-    if a.stack != b.stack or a.heads != b.heads:
-        return False
-    one, other = np.broadcast_arrays(a.head_ids, b.head_ids)
-    return bool(((one != other) & (one >= 0) & (other >= 0)).any())
 
 
 def _why(why_q: str, why_k: str) -> str:

@@ -23,11 +23,14 @@ from .marks import (
     key_of,
     Marks,
     numbered,
+    only_where,
     small,
     union_along,
 )
-from .numbers import Lead, Number, number_of
-from .primitives import Kind, kind_of, Moves, moves, shared, sides, TABLE
+from .numbers import Lead, number_in, Numbers
+from .primitives import Kind, kind_of, Moves, moves, TABLE
+from .rules import shared, sides
+from .values import Value
 
 
 #: Kinds whose results may differ where their operands are copies.
@@ -50,9 +53,14 @@ class Atom:
         self.rank = self.lead + len(self.shape)  # the dimensions of its marks
 
     @property
-    def number(self) -> Number:
-        """The value of all its entries, if it is known."""
-        return number_of(self)
+    def value(self) -> Value:
+        """Its entries in each trip, if they are known."""
+        return self.frame.numbers.of(self)
+
+    @property
+    def number(self) -> int | float | None:
+        """The value of all its entries in all trips, if it is known."""
+        return number_in(self.value)
 
     def numbered(self, axes: Iterable[int]) -> AllMarks:
         """Returns marks for each given dimension, with a different one along it."""
@@ -174,6 +182,8 @@ class Frame:
     ):
         self.jaxpr, self.caller, self.kind = body.jaxpr, caller, kind
         self.outer, self.lead = list(outer), tuple(lead)
+        self.numbers: Numbers = caller.frame.numbers if caller else Numbers()
+        self.branch = branch
         self.address: Address = (*caller.address, branch) if caller else (branch,)
         # Whether it runs the example of a kernel, or is inside one.
         self.is_rule = kind == "kernel" or bool(caller and caller.frame.is_rule)
@@ -380,6 +390,13 @@ class Graph:
             yield Origin(all_marks, seen, eqn, k)
             return
         lead, own = len(eqn.frame.lead), all_marks
+        if eqn.name == "cond" and (chosen := eqn.inputs()[0].value) is not None:
+            # Each branch runs in the trips that choose it.
+            is_run = chosen == inner.branch
+            own = tuple(
+                only_where(x, is_run.reshape((*is_run.shape, *[1] * (x.ndim - lead))))
+                for x in all_marks
+            )
         is_carry = k < len(inner.carried)
         if is_carry:
             own = tuple(np.expand_dims(x, lead) for x in all_marks)

@@ -1,7 +1,7 @@
 """The heads of a product of query and key: their dimensions and their number."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from .facts import union
 from .graph import AllMarks
 from .marks import distinct, is_varied, Marks, marks_along, numbered, varied
 from .primitives import Kind
-from .scaling import Factor, IsLast, never, Scaling
+from .scaling import Factor, never, Scaling
 from .softmaxes import Product
 
 
@@ -26,17 +26,36 @@ class HeadMap(NamedTuple):
     marks: Marks  # marks of the product, with a bit for each head
     number: int
 
-    def head_ids(self, marks: Marks) -> tuple[np.ndarray, int]:
-        """Returns the head, or group of heads, of each entry, and their number."""
-        # In the order of the first head in each: `m & -m` is the lowest bit of a mark.
-        groups = sorted(distinct(marks), key=lambda m: (m & -m, m))
-        numbers = {m: i for i, m in enumerate(groups)}
-        if sum(m.bit_count() for m in groups) != union(groups).bit_count():
-            # Groups overlap: some entries serve several heads, others one.
-            numbers = dict.fromkeys(groups, 0)
-        owner = np.empty(marks.shape, int)
-        owner.ravel()[:] = [numbers[m] if m else -1 for m in marks.ravel().tolist()]
-        return owner, len(set(numbers.values()))
+    @property
+    def all(self) -> int:
+        """All heads, as bits."""
+        return (1 << self.number) - 1
+
+
+def head_ids(marks: Marks, heads: int) -> tuple[np.ndarray, int] | None:
+    """Returns the head, or group of heads, of each entry, and their number.
+
+    `heads` are the heads of the layer, as bits. Groups are in the order of the first
+    head in each. Returns `None` if they are of different sizes, or if some head has no
+    entries.
+    """
+    # `m & -m` is the lowest bit of a mark.
+    groups = sorted(distinct(marks), key=lambda m: (m & -m, m))
+    numbers = {m: i for i, m in enumerate(groups)}
+    sizes = [m.bit_count() for m in groups]
+    if sum(sizes) != union(groups).bit_count():
+        # Groups overlap: some entries serve several heads, others one.
+        numbers = dict.fromkeys(groups, 0)
+    elif len({*sizes}) > 1 or (len(groups) > 1 and union(groups) != heads):
+        return None
+    owner = np.empty(marks.shape, int)
+    owner.ravel()[:] = [numbers[m] if m else -1 for m in marks.ravel().tolist()]
+    return owner, len(set(numbers.values()))
+
+
+def is_apart(marks: Marks, whole: Marks) -> bool:
+    """Whether entries of a parameter are for some of all marks only."""
+    return is_varied(marks) or union(distinct(marks)) not in (0, union(distinct(whole)))
 
 
 class Refused(Exception):
@@ -79,10 +98,11 @@ def _axes_of(
     chosen: set[int] = set()
     # If the last kernel has no heads, as a rotation shared by all of them, the second
     # pass follows its operand to the kernel before.
-    for is_last in (_is_nearest(len(sizes)), never):
+    for stops in (True, False):
         for i in order if not chosen else ():
-            makers = _makers(scaling, product, i, all_marks, is_last)
-            found = [(f, _along(sizes, loops, f.all_marks)) for f in makers]
+            makers = _makers(scaling, product, i, all_marks, stops)
+            either = {*sizes} - product.free[i] - loops
+            found = [(f, _along(sizes, loops, either, f.all_marks)) for f in makers]
             of_kernels = [axes for f, axes in found if f.is_kernel]
             known = of_kernels or [axes - product.free[i] for _, axes in found]
             chosen |= set.intersection(*known) if known else set()
@@ -99,10 +119,10 @@ def _classes(
     """
     signs: list[np.ndarray] = []
     sides = [i for i in order if is_varied(product.side(i, marks))]
-    for is_last in (_is_nearest(1), never):
+    for stops in (True, False):
         for i in sides if not signs else ():
-            for f in _makers(scaling, product, i, (marks,), is_last):
-                if is_varied(f.all_marks[0]):
+            for f in _makers(scaling, product, i, (marks,), stops):
+                if is_apart(f.all_marks[0], marks):
                     of = sorted(distinct(f.all_marks[0]))
                     signs += [bits_of(mark, count) for mark in of]
     if not signs:
@@ -112,44 +132,66 @@ def _classes(
     return [numbers.setdefault(column, len(numbers)) for column in columns]
 
 
-def _is_nearest(n: int) -> IsLast:
-    """Returns a test of whether a kernel made the dimensions that a product sums over.
-
-    The kernel's marks show it: the first `n` are of other dimensions.
-    """
-    return lambda kernel, _: len(kernel) == n or any(map(is_varied, kernel[n:]))
-
-
 def _makers(
-    scaling: Scaling, product: Product, i: int, all_marks: AllMarks, is_last: IsLast
+    scaling: Scaling, product: Product, i: int, all_marks: AllMarks, stops: bool
 ) -> Iterator[Factor]:
     """Yields for each summand of an operand the factor that shows where heads are.
 
-    This is the last kernel, preferably one that made what the product sums over.
+    This is the last kernel, preferably one that made what the product sums over; with
+    `stops` the search ends at such a kernel.
     """
-    own = *(product.side(i, x) for x in all_marks), *product.over_of(i)
-    for s in scaling.of(product.operand(i), own, is_last, deepest=1):
+    atom, over = product.operand(i), product.over_of(i)
+    loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
+    # Summands of different trips are no long sum.
+    trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
+    of_over = slice(len(all_marks), len(all_marks) + len(over))
+
+    def is_near(marks: AllMarks) -> bool:
+        return any(map(is_varied, marks[of_over]))
+
+    def is_last(kernel: AllMarks, _: AllMarks) -> bool:
+        return not over or is_near(kernel)
+
+    own = *(product.side(i, x) for x in all_marks), *over, *trips
+    for s in scaling.of(atom, own, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
-        made = [
-            f for f in kernels if any(map(is_varied, f.all_marks[len(all_marks) :]))
-        ]
+        made = [f for f in kernels if is_near(f.all_marks)]
         yield from (made or kernels or s.factors)[:1]
 
 
-def _along(axes: dict[int, int], loops: set[int], all_marks: AllMarks) -> set[int]:
+def _along(
+    axes: dict[int, int], loops: set[int], either: set[int], all_marks: AllMarks
+) -> set[int]:
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
     A loop's trips are layers if each has one entry of a stack, and heads if each has
-    several entries of an axis.
+    several entries of an axis. A leaf may be for some entries of an axis only, as one
+    of several layers that `vmap` goes through. If only one side has the axis, it may
+    also be of positions, some of which have a kernel of their own; a layer has one
+    entry there.
     """
-    own = {a: x for a, x in zip(axes, all_marks, strict=False) if is_varied(x)}
-    return {a for a, x in own.items() if a not in loops or _is_shared_out(x)}
+    own: dict[int, Marks] = {}
+    for (a, size), x in zip(axes.items(), all_marks, strict=False):
+        whole = numbered(1, 0, size)
+        is_one = distinct(x) <= distinct(whole)
+        if is_varied(x) or (
+            is_apart(x, whole) and a not in loops and (is_one or a in either)
+        ):
+            own[a] = x
+    of_loops = [x for a, x in own.items() if a in loops]
+    return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}
 
 
-def _is_shared_out(marks: Marks) -> bool:
-    """Whether marks that differ along an axis have several entries each."""
-    lines = [marks_along(marks, axis) for axis in varied(marks)[:1]]
-    return any(np.count_nonzero(line) > len(distinct(line)) for line in lines)
+def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
+    """Whether trips have several entries each along an axis.
+
+    Loops around each other, as over groups of layers, share out one axis together.
+    """
+    for axis in varied(marks)[:1]:
+        lines = [x for x in (marks_along(y, axis) for y in of_loops) if is_varied(x)]
+        places = [x for x in zip(*(y.tolist() for y in lines), strict=True) if all(x)]
+        return len(places) > len({*places})
+    return False
 
 
 def shows_all(kernel: AllMarks, other: AllMarks) -> bool:

@@ -88,6 +88,7 @@ class Loop(NamedTuple):
     # Only a `while` has a condition; its `first` constants precede all other inputs.
     condition: Inner | None = None
     first: int = 0
+    is_reversed: bool = False  # the first trip takes the last slice
 
 
 #: The equations around an equation, outermost first, then the equation itself.
@@ -128,20 +129,22 @@ def loop(eqn: Any) -> Loop | None:
         consts, carry, _ = map(len, params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
-    return Loop(inner(params["jaxpr"]), consts, carry, int(params["length"]))
+    body, trips = inner(params["jaxpr"]), int(params["length"])
+    return Loop(body, consts, carry, trips, is_reversed=bool(params["reverse"]))
 
 
 def branches(eqn: Any) -> list[Inner]:
     return [inner(branch) for branch in eqn.params["branches"]]
 
 
-def adds_one(jaxpr: Any, before: Any, after: Any) -> bool:
-    """Whether one variable is another plus one, as `fori_loop` counts its trips."""
-    made = [eqn for eqn in jaxpr.eqns if after in eqn.outvars]
-    if not made or made[0].primitive.name != "add":
-        return False
+def step_of(jaxpr: Any, before: Any, after: Any) -> int | None:
+    """Returns the number that is added to a variable in every trip, if it is known."""
+    made = [eqn for eqn in jaxpr.eqns if any(x is after for x in eqn.outvars)]
+    if before is after or not made or made[0].primitive.name != "add":
+        return 0 if before is after else None
     one = [x for x in made[0].invars if x is not before]
-    return len(one) == 1 and isinstance(one[0], Literal) and one[0].val == 1
+    is_number = len(one) == 1 and isinstance(one[0], Literal)
+    return int(one[0].val) if is_number else None
 
 
 def is_statistic(eqn: Any) -> bool:

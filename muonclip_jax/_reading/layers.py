@@ -5,11 +5,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._model.shares import shares_of
 from .._parameters import paths
-from .attention import Layer, ScaledEntries
+from .attention import Layer
+from .parts import ScaledEntries
 
 
 class NamedLayer(NamedTuple):
@@ -45,10 +48,10 @@ class _Call(NamedTuple):
         """Whether this is another call of the same layer.
 
         Both calls have the same parameters. Different parts of them, as a Python loop
-        picks from a stack, are different layers.
+        picks from a stack, are different layers; so are a whole stack and a part of it.
         """
         return self.known == other.known and not any(
-            x.path == y.path and x.is_apart_from(y)
+            x.path == y.path and (x.stack != y.stack or x.is_apart_from(y))
             for mine, theirs in zip(self.roles, other.roles, strict=False)
             for x, y in itertools.product(mine, theirs)
         )
@@ -86,6 +89,7 @@ def named_layers(
         # where these are equal, too, and their leaves are named from the root.
         if clipped.count(module) > 1 and roles:
             same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
+            same_first.sort(key=lambda j: _place(groups[j][0].roles))
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         leaves = (
@@ -95,6 +99,11 @@ def named_layers(
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
     return named
+
+
+def _place(roles: Roles) -> int:
+    """Returns the place of a layer in its first leaf."""
+    return next((int(np.argmax(x.mask)) for leaves in roles for x in leaves), 0)
 
 
 def _roles(

@@ -127,6 +127,23 @@ def numbered(rank: int, axis: int, size: int, exact: bool = False) -> Marks:
     return marks.reshape([size if i == axis else 1 for i in range(rank)])
 
 
+def total(marks: Marks) -> int:
+    """Returns the union of all integer marks of an array."""
+    return int(_union(marks).reduce(marks, axis=None))
+
+
+def is_disjoint(a: int, b: int, is_exact: bool) -> bool:
+    """Whether two unions of marks, as `numbered` makes them, surely share no entry."""
+    if is_exact:
+        return not a & b
+    # Two bits for each digit, of which every entry has one.
+    digits = [x | x >> 1 for x in (a, b, a & b)]
+    return bool(digits[0] & digits[1] & ~digits[2] & _EVEN)
+
+
+_EVEN = int("01" * 32, 2)
+
+
 def dimensions(
     rank: int, shape: Shape, lead: int, on_devices: bool
 ) -> tuple[Marks, ...]:
@@ -147,6 +164,27 @@ def placed(marks: Marks, axis: int, size: int, at: slice) -> Marks:
     around = np.full(shape, nothing(marks), marks.dtype)
     around[(*[slice(None)] * axis, at)] = marks
     return around
+
+
+def placed_at(marks: Marks, axis: int, size: int, at: np.ndarray) -> Marks:
+    """Returns the marks of the array that entries were picked from, empty elsewhere.
+
+    `at` has the axes of the marks. Its entries are the places along `axis`, which may
+    differ in each trip and for each index.
+    """
+    shape = np.broadcast_shapes(marks.shape, at.shape)
+    around = [size if i == axis else n for i, n in enumerate(shape)]
+    if math.prod(around) > _LARGEST["O"]:
+        return union_along(marks, [axis])
+    found = np.full(around, nothing(marks), marks.dtype)
+    places = np.broadcast_to(at, shape)
+    np.put_along_axis(found, places, np.broadcast_to(marks, shape), axis)
+    return found
+
+
+def only_where(marks: Marks, is_in: np.ndarray) -> Marks:
+    """Returns the marks without those of entries that take no part."""
+    return np.where(is_in, marks, np.asarray(nothing(marks), marks.dtype))
 
 
 def moved(marks: Marks, lead: int, to: Sequence[int | None]) -> Marks:

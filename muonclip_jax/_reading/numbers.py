@@ -1,16 +1,21 @@
 """Numbers that are known when a function is traced, as many indices are.
 
-A loop's counter is known to be the number of the trip, though not its value.
+The value of a variable is an array with the axes of its marks: first one for each loop
+and mesh axis around it, then its own. An axis along which all entries are equal has one
+entry. A loop's counter thus has a value for each trip.
 """
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from . import jaxprs
 from .jaxprs import Address
-from .primitives import Kind, TABLE
+from .marks import small
+from .primitives import TABLE
+from .values import MOST, Value
 
 
 class Lead(NamedTuple):
@@ -25,72 +30,146 @@ class Lead(NamedTuple):
         return not isinstance(self.of, str)
 
 
-#: A number, the trips of a loop that counts from zero, or `None` if not known.
-Number = int | float | Lead | None
-
-#: Kinds of primitives that leave a number as it is.
-_AS_IT_IS = (Kind.SAME, Kind.REPEATED)
+# The most trips of a loop that are computed one by one.
+_MOST_TRIPS = 1 << 9
 
 
-def number_of(atom: Any) -> Number:
-    """Returns the value of all entries of a variable."""
-    frame, var = atom.frame, atom.var
-    if isinstance(var, Literal) or var in frame.consts:
-        value = var.val if isinstance(var, Literal) else frame.consts[var]
-        try:
-            value = value.item() if hasattr(value, "item") else value
-        except Exception:  # an array, a key, or a tracer of another trace
+def number_in(value: Value) -> int | float | None:
+    """Returns the number that all entries of a variable have, if they are known."""
+    return value.item() if value is not None and value.size == 1 else None
+
+
+class Numbers:
+    """Finds the values of variables, in all trips of the loops around them."""
+
+    def __init__(self):
+        self._known: dict[Any, Value] = {}
+
+    def of(self, atom: Any) -> Value:
+        """Returns the value of a variable."""
+        if atom not in self._known:
+            value = self._find(atom)
+            if value is not None:
+                value = small(value) if value.size <= MOST else None
+            self._known[atom] = value
+        return self._known[atom]
+
+    def _find(self, atom: Any) -> Value:
+        frame, var = atom.frame, atom.var
+        if isinstance(var, Literal) or var in frame.consts:
+            found = var.val if isinstance(var, Literal) else frame.consts[var]
+            return _constant(found, atom.lead)
+        if var in frame.place:
+            return self._input(atom) if frame.caller else None
+        eqn, k = frame.made[var]
+        if eqn.inside:
+            (one, *others) = eqn.inside
+            is_call = one.kind == "call" and not others and k < len(one.outputs)
+            return self.of(one.outputs[k]) if is_call else None
+        rule = TABLE[eqn.name].value if eqn.name in TABLE else None
+        if rule is None or k:
             return None
-        return value if isinstance(value, int | float) else None
-    if var in frame.place:
-        return _of_input(atom)
-    eqn, k = frame.made[var]
-    if eqn.kind in _AS_IT_IS:
-        return number_of(eqn.inputs()[0])
-    if eqn.inside:
-        (one, *others) = eqn.inside
-        return number_of(one.outputs[k]) if one.kind == "call" and not others else None
-    function = TABLE[eqn.name].number if eqn.name in TABLE else None
-    if function is None:
-        return None
-    values = [number_of(x) for x in eqn.inputs()]
-    if eqn.kind in (Kind.CHOICE, Kind.LARGER) or eqn.name == "clamp":
-        # JAX turns an index into `where(i < 0, i + n, i)` before it uses it.
-        for value in values:
-            if isinstance(value, Lead):
-                return value
-    if any(not isinstance(x, int | float) for x in values):
-        return None
-    return function(*values)
+        values: list[np.ndarray] = []
+        for x in eqn.inputs():
+            if (value := self.of(x)) is None:
+                return None
+            # A number is broadcast to any array.
+            ones = [1] * (0 if x.shape else len(atom.shape))
+            values.append(value.reshape((*value.shape, *ones)))
+        with np.errstate(all="ignore"):
+            return _as(atom.var.aval.dtype, rule(eqn, values))
+
+    def _input(self, atom: Any) -> Value:
+        frame = atom.frame
+        outer, how = frame.outer[frame.place[atom.var]]
+        if how == "carry":
+            return self._carried(atom, outer)
+        value = self.of(outer)
+        # The trips of a slice are the first dimension of the array that it slices.
+        if value is None or how == "slice":
+            return value
+        if frame.kind == "loop":
+            return np.expand_dims(value, outer.lead)
+        if frame.kind == "mesh" or atom.shape != outer.shape:
+            # A device may have another part of an array than its neighbor.
+            if any(n > 1 for n in value.shape[outer.lead :]):
+                return None
+            ones = [1] * (atom.rank - outer.lead)
+            return value.reshape((*value.shape[: outer.lead], *ones))
+        return value
+
+    def _carried(self, atom: Any, start: Any) -> Value:
+        """Returns an integer that goes from trip to trip, such as a loop's counter."""
+        frame, axis, count = atom.frame, start.lead, atom.frame.lead[-1].size
+        is_index = not jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
+        if not is_index or atom.shape or (first := self.of(start)) is None:
+            return None
+        k = frame.carried.index(frame.place[atom.var])
+        loop: Any = jaxprs.loop(frame.caller.jaxpr_eqn)
+        step = jaxprs.step_of(frame.jaxpr, atom.var, frame.outputs[k].var)
+        if step is not None:
+            steps = step * np.arange(count).reshape([-1] + [1] * (atom.rank - axis - 1))
+            values = np.expand_dims(first, axis) + steps
+            values = np.flip(values, axis) if loop.is_reversed else values
+            return _as(atom.var.aval.dtype, values)
+        if count > _MOST_TRIPS:
+            return None
+        rows, trip = [np.expand_dims(first, axis)], None
+        for t in range(count - 1):
+            trip = _Trip(frame, count - 1 - t if loop.is_reversed else t, self, trip)
+            if (row := trip.of(frame.outputs[k])) is None:
+                return None
+            rows.append(row)
+        rows = np.broadcast_arrays(*rows[:: -1 if loop.is_reversed else 1])
+        return np.concatenate(rows, axis)
 
 
-def _of_input(atom: Any) -> Number:
-    frame, i = atom.frame, atom.frame.place[atom.var]
-    if frame.caller is None:
-        return None
-    outer, how = frame.outer[i]
-    if how == "same":
-        return number_of(outer)
-    if atom.shape:
-        return None
-    trips = frame.lead[-1]
-    if how == "carry":
-        # `fori_loop` counts from zero.
-        after = frame.jaxpr.outvars[frame.carried.index(i)]
-        counts = jaxprs.adds_one(frame.jaxpr, atom.var, after)
-        return trips if counts and number_of(outer) == 0 else None
-    # `scan(f, x, arange(n))` does, too.
-    return trips if _counts(outer, trips.size) else None
+class _Trip(Numbers):
+    """Finds the values that variables inside of a loop have in one of its trips.
+
+    `outer` knows the values outside of the loop, and `before` those of the trip before.
+    """
+
+    def __init__(self, frame: Any, i: int, outer: Numbers, before: "_Trip | None"):
+        super().__init__()
+        self._frame, self._i, self._outer, self._before = frame, i, outer, before
+
+    def of(self, atom: Any) -> Value:
+        is_inside = atom.lead >= len(self._frame.lead)
+        return super().of(atom) if is_inside else self._outer.of(atom)
+
+    def _input(self, atom: Any) -> Value:
+        frame = self._frame
+        if atom.frame is not frame:
+            return super()._input(atom)
+        i, axis = frame.place[atom.var], len(frame.lead) - 1
+        outer, how = frame.outer[i]
+        if how == "carry" and self._before is not None:
+            return self._before.of(frame.outputs[frame.carried.index(i)])
+        value = self.of(outer)
+        if value is None or how != "slice":
+            return None if value is None else np.expand_dims(value, axis)
+        return value.take([self._i], axis) if value.shape[axis] > 1 else value
 
 
-def _counts(atom: Any, size: int) -> bool:
-    """Whether an array is 0, 1, 2, ..."""
-    frame, var = atom.frame, atom.var
-    if isinstance(var, Literal):
-        return False
-    if var in frame.consts:
-        return np.array_equal(np.asarray(frame.consts[var]), np.arange(size))
-    eqn, _ = frame.made.get(var, (None, 0))
-    if eqn is None or eqn.kind not in (Kind.COUNTER, *_AS_IT_IS):
-        return False
-    return eqn.kind is Kind.COUNTER or _counts(eqn.inputs()[0], size)
+def _constant(value: Any, lead: int) -> Value:
+    if getattr(value, "size", 1) > MOST:
+        return None
+    try:
+        found = np.asarray(value)
+    except Exception:  # a key, or a tracer of another trace
+        return None
+    found = _as(found.dtype, found)
+    return None if found is None else found.reshape((*[1] * lead, *found.shape))
+
+
+def _as(dtype: Any, value: Value) -> Value:
+    """Returns a value with the range of its type, but floats in full precision."""
+    if value is None:
+        return None
+    if dtype == jnp.bool_:
+        return value.astype(bool)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return value.astype(dtype).astype(np.int64)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return value.astype(np.float64) if is_float else None

@@ -1,11 +1,13 @@
 """Defines `record_attention`, which adds the largest logit of every head."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._attention.logits import without_bias
@@ -127,18 +129,39 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     for layer in (layer for named in clipped for layer in named.found):
         if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
-    own = [(x, layer, y) for x in clipped for layer in x.found for y in layer.sites]
-    outs, found = _Recorder([x[1:] for x in own]).run(call.body, call.values, ())
+    # Layers that one loop runs, or one product has, are recorded together.
+    every = [(layer, y) for x in clipped for layer in x.found for y in layer.sites]
+    own = {id(site): (layer, site) for layer, site in every}
+    outs, recorded = _Recorder([*own.values()]).run(call.body, call.values, ())
+    by_site = {key: recorded[n] for n, key in enumerate(own)}
     stats: dict[str, Any] = {}
-    for n, (named, layer, _) in enumerate(own):
+    for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
-        # Trips of `lax.scan` are a stack only if their parameters are. If a loop runs
-        # over heads, its axis and the heads of each trip become one axis.
-        x = found[n].reshape((*found[n].shape[: len(layer.loops)], -1))
-        # The statistic is the maximum over the places where logits enter a softmax,
-        # and over the calls of a layer.
-        node[STATISTIC] = jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
+        for layer, site in ((x, y) for x in named.found for y in x.sites):
+            x = _of_layer(layer, by_site[id(site)])
+            # The statistic is the maximum over the places where logits enter a softmax,
+            # and over the calls of a layer.
+            node[STATISTIC] = (
+                jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
+            )
     return call.outputs(_values(outs)), stats
+
+
+def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
+    """Returns the statistic of one of the layers that were recorded together."""
+    # If a loop runs over heads, its axis and the heads of each trip become one axis.
+    depth = len(layer.loops)
+    trips = math.prod(recorded.shape[:depth])
+    rows = recorded.reshape((trips, -1))
+    if layer.own_heads is not None:
+        rows = rows[:, np.array(layer.own_heads)]
+    if layer.places is None:
+        return rows.reshape((*recorded.shape[:depth], -1))
+    *stack, each = layer.places.shape
+    if not np.array_equal(layer.places.ravel(), np.arange(trips)):
+        rows = rows[layer.places.ravel()]
+    rows = rows.reshape((*stack, each, -1))
+    return rows[..., 0, :] if each == 1 else largest(rows, -2)
 
 
 class _Logits(NamedTuple):
@@ -242,10 +265,10 @@ class _Recorder:
                     "mc.blockwise_attention instead, or give mc.attention_rule its "
                     "largest logits as maxima="
                 )
-            if found.size != layer.heads:
+            if found.size != layer.recorded:
                 raise ValueError(
                     f"the kernel at {layer.line} has {found.size} heads, but its "
-                    f"query and key have {layer.heads}: give it an axis of heads"
+                    f"query and key have {layer.recorded}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
         # Loops, branches and `shard_map` have a method each.
@@ -290,7 +313,7 @@ class _Recorder:
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, start, inputs[end:])
         for n, x in stats.items():
             layer = self._layers[n]
-            is_apart = address in layer.loops | layer.loops_of_heads
+            is_apart = address in {*layer.loops, *layer.loops_of_heads}
             stats[n] = x if is_apart else largest(x, 0)
         return [*state, *rest], stats
 

@@ -7,13 +7,14 @@ the search stops at the factor that a clip would choose. In `W_b (W_a x)` it sto
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts
 from .graph import AllMarks, Atom, Eqn, Graph
-from .marks import key_of, union_of
-from .primitives import Kind, Move, moves
+from .marks import is_disjoint, key_of, total, union_of
+from .primitives import Kind, moves
+from .rules import index_of, Move
 
 
 class Factor(NamedTuple):
@@ -48,7 +49,10 @@ Sum = tuple[Summand, ...]
 
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
+# Arrays that are put together, as separate layers are, are no longer sum, since each
+# entry has summands of one of them. Of such there may be more.
 _MOST_SUMMANDS = 12
+_MOST_APART = 1 << 13
 
 #: Returns whether the search stops at a kernel, from its marks and its operand's.
 IsLast = Callable[[AllMarks, AllMarks], bool]
@@ -166,9 +170,7 @@ class Scaling:
     def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
         own = way._replace(all_marks=tuple(map(move, way.all_marks)))
         found = self._of(eqn.inputs()[i], own)
-        # An index picks one kernel of a stack, but reads all rows of a position table.
-        is_stack = i == 0 and self._facts.of(eqn.output()).is_weight
-        if eqn.kind is Kind.PICKED and is_stack and _is_any(eqn):
+        if self._facts.of(eqn.output()).is_weight and _is_any(eqn, i):
             picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
             return tuple(picked)
         return found
@@ -222,11 +224,16 @@ class Scaling:
         if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
             return first
         second = side(two, deeper=1)
+        pairs = list(itertools.product(first, second))
+        if 2 * _MOST_SUMMANDS < len(pairs) <= _MOST_APART:
+            sides = [[(x, _groups(x)) for x in found] for found in (first, second)]
+            both = itertools.product(*sides)
+            pairs = [(x, y) for (x, a), (y, b) in both if not _are_apart(a, b)]
+        made = [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
         # Each summand needs only one factor, and either side has one for all of them.
-        if len(first) * len(second) > 2 * _MOST_SUMMANDS:
+        if _is_long(made, 2 * _MOST_SUMMANDS):
             return first if len(first) <= len(second) else second
-        pairs = itertools.product(first, second)
-        return [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
+        return made
 
     def _finite_case(self, eqn: Eqn) -> int | None:
         """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
@@ -284,9 +291,43 @@ def summed(summands: Iterable[Summand]) -> Sum:
             pairs = zip(found[key].factors, s.factors, strict=True)
             s = Summand(tuple(_joined(*pair) for pair in pairs), s.why)
         found[key] = s
-    if len(found) > _MOST_SUMMANDS:
+    if _is_long([*found.values()], _MOST_SUMMANDS):
         return (unscaled(found.values(), "a sum of too many summands made"),)
     return tuple(found.values())
+
+
+#: The factors of a summand, each with the union of its marks and whether it is exact. A
+#: summand is where each group of factors is; a group is where one of its factors is.
+_Groups = list[list[list[tuple[int, bool]]]]
+
+
+def _groups(summand: Summand) -> _Groups:
+    own = [
+        [(total(x), x.dtype.kind == "O") for x in f.all_marks]
+        for f in summand.linear or summand.factors
+    ]
+    # After something nonlinear, such as a norm of several kernels that are put
+    # together, factors need not meet.
+    return [[x] for x in own] if summand.linear else [own] if own else []
+
+
+def _are_apart(a: _Groups, b: _Groups) -> bool:
+    """Whether no entry of the result has both summands."""
+
+    def is_apart(x: list[tuple[int, bool]], y: list[tuple[int, bool]]) -> bool:
+        pairs = zip(x, y, strict=True)
+        return any(is_disjoint(m, n, is_exact) for (m, is_exact), (n, _) in pairs)
+
+    both = itertools.product(a, b)
+    return any(all(is_apart(x, y) for x in one for y in two) for one, two in both)
+
+
+def _is_long(summands: Sequence[Summand], most: int) -> bool:
+    """Whether some summand may meet more than a number of others in one entry."""
+    if len(summands) <= most or len(summands) > _MOST_APART:
+        return len(summands) > most
+    groups = [*map(_groups, summands)]
+    return any(sum(not _are_apart(x, y) for y in groups) > most for x in groups)
 
 
 def _joined(a: Factor, b: Factor) -> Factor:
@@ -301,10 +342,21 @@ def _joined(a: Factor, b: Factor) -> Factor:
     )
 
 
-def _is_any(eqn: Eqn) -> bool:
-    """Returns whether an index with unknown value picks one entry of a parameter."""
-    of, *starts = eqn.inputs()
-    if eqn.name == "gather":
-        return starts[0].number is None
-    dims = zip(eqn.output().shape, of.shape, starts, strict=True)
-    return any(n == 1 < m and x.number is None for n, m, x in dims)
+def _is_any(eqn: Eqn, i: int) -> bool:
+    """Returns whether an unknown index says where a parameter's entries are.
+
+    An index picks one kernel of a stack, or some, but reads all rows of a table of
+    positions. In an array that is updated it says where the parameter goes.
+    """
+    of, *others = eqn.inputs()
+    if eqn.name == "gather" and i == 0:
+        return index_of(eqn) is None
+    if eqn.name in ("scatter", "scatter-add", "scatter_add") and i == 2:
+        return others[0].value is None
+    is_update = eqn.name == "dynamic_update_slice" and i == 1
+    if not is_update and (eqn.name != "dynamic_slice" or i):
+        return False
+    starts, cut = (others[1:], others[0]) if is_update else (others, eqn.output())
+    dims = zip(cut.shape, of.shape, starts, strict=True)
+    is_stack = len(of.shape) > 2
+    return any((n == 1 or is_stack) and n < m and x.value is None for n, m, x in dims)

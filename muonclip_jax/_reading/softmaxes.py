@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from .facts import Fact, Facts, members, union
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
-from .primitives import Kind, moves, shared
+from .primitives import Kind, moves
+from .rules import shared
 from .scaling import Scaling
 
 
