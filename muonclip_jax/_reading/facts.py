@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from . import jaxprs
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
 from .jaxprs import names
@@ -60,6 +61,9 @@ class Fact(NamedTuple):
     # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
     is_onehot: bool = False
     is_counter: bool = False
+    # Made by the backward pass of a derivative, of parameters. Elsewhere it is data: as
+    # forces, or in parameters after an inner step.
+    is_slope: bool = False
 
     @property
     def sole(self) -> int | None:
@@ -91,6 +95,12 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
+
+def _seen(fact: Fact) -> Fact:
+    """Returns a fact as it is outside of backward passes."""
+    return DATA if fact.is_slope else fact
+
+
 # Equations that return indices of entries; some return the entries, too.
 _ORDERS = names("sort top_k approx_top_k argmax argmin")
 
@@ -118,11 +128,33 @@ class Facts(Forward[Fact]):
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which a weight is applied to compute its own norm
+        self.sloped = 0  # parameters that receive a gradient through slopes
         inputs = [
             Fact(1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
             for i in range(len(graph.top.inputs))
         ]
-        self.outputs = self.run(graph.top, inputs)
+        self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
+
+    def of(self, atom: Atom) -> Fact:
+        return _seen(super().of(atom))
+
+    def inputs(self, eqn: Eqn) -> list[Fact]:
+        found = super().inputs(eqn)
+        return found if eqn.is_slope else [*map(_seen, found)]
+
+    def _unused(self) -> list[Fact]:
+        """Returns the facts of values that a loss does not use, but differentiates."""
+        found: list[Fact] = []
+        frames = [self.graph.top]
+        for frame in frames:
+            used = {id(x.var) for eqn in frame.live for x in eqn.inputs()}
+            used |= {id(x.var) for x in frame.outputs}
+            for eqn in frame.live:
+                frames += eqn.inside
+                if jaxprs.is_differentiated(eqn.jaxpr_eqn):
+                    made = (x for x in eqn.outputs() if id(x.var) not in used)
+                    found += [self.of(x) for x in made if self.of(x).leaves]
+        return found
 
     def event(self, eqn: Eqn) -> int:
         """Returns the bit of an event; 0 for other equations."""
@@ -160,14 +192,23 @@ class Facts(Forward[Fact]):
 
     def either(self, values: Sequence[Fact]) -> Fact:
         first, *others = values
-        return first if all(x == first for x in others) else _union(values)
+        if all(x == first for x in others):
+            return first
+        if not all(x.is_slope or not x.leaves for x in values):
+            values = [*map(_seen, values)]
+        return _union(values)
 
     def begun(self, value: Fact) -> Fact:
         """Clears the events of earlier trips: each trip has parameters of its own."""
         return value._replace(events=0)
 
     def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
-        return value._replace(**_NO_LOGITS) if is_choice(eqn, atom) else value
+        if is_choice(eqn, atom):
+            value = value._replace(**_NO_LOGITS)
+        if eqn.is_slope and value.leaves:
+            self.sloped |= value.trained
+            value = value._replace(is_slope=True)
+        return value
 
     def called(self, eqn: Eqn) -> list[Fact]:
         outs = super().called(eqn)

@@ -136,7 +136,7 @@ class Softmaxes:
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
         # Parameters that no gradient reaches count as data.
-        trained = union(x.trained for x in facts.outputs)
+        trained = facts.sloped | union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
 
     def _sums(self) -> Iterator[tuple[int, Over]]:
@@ -147,7 +147,7 @@ class Softmaxes:
                 if one and two:
                     yield one | two, (eqn.inputs()[0], ())
             for i, axes in _summed(eqn, self.facts.inputs(eqn)):
-                if bits := self.facts.of(eqn.inputs()[i]).unshared:
+                if bits := self.facts.inputs(eqn)[i].unshared:
                     yield bits, (eqn.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
@@ -176,8 +176,8 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.name in _DIVIDES)
-        facts = map(self.facts.of, by)
+        by = (eqn for eqn in self.equations if eqn.name in _DIVIDES)
+        facts = (self.facts.inputs(eqn)[-1] for eqn in by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
             groups = [x for x in groups if x not in own]
@@ -289,7 +289,8 @@ class Softmaxes:
         found: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
-            if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
+            fact = self.facts.value(atom)
+            if not (fact.products | fact.mixed) & bit:
                 continue
             of_axis = self._along(bit, atom)
             if of_axis:

@@ -83,7 +83,7 @@ class Uses:
         for eqn in reader.equations:
             if eqn.inside:
                 self._handed(eqn)
-            else:
+            elif not eqn.is_slope:
                 self._note(eqn)
         self.chosen &= ~self.kept
 
