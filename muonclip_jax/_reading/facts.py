@@ -205,7 +205,7 @@ class Facts(Forward[Fact]):
     def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
         if is_choice(eqn, atom):
             value = value._replace(**_NO_LOGITS)
-        if eqn.is_slope and value.leaves:
+        if eqn.is_slope and value.is_deep:
             self.sloped |= value.trained
             value = value._replace(is_slope=True)
         return value

@@ -65,6 +65,7 @@ _DEEPEST = 4
 _LONGEST = 80
 
 ADDED = "data or constants are added to"
+SLOPE = "a gradient, as in an inner step of training, is added to"
 SHIFTED = "a number is added to a parameter, as in a norm's gain of 1 + g, of"
 NORMED = (
     "something nonlinear, such as a norm without a gain, stands between the parameters "
@@ -135,7 +136,8 @@ class Scaling:
             "and"
         )
         if not self._facts.of(eqn.output(k)).leaves:
-            return [] if eqn.output(k).number == 0 else [Summand((), ADDED)]
+            added = SLOPE if self._facts.value(eqn.output(k)).is_slope else ADDED
+            return [] if eqn.output(k).number == 0 else [Summand((), added)]
         back = dict(moves(eqn, k))
         if not back:
             return [Summand((), why)]

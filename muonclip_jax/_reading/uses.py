@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import jaxprs
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Origin
 from .jaxprs import names
@@ -78,13 +79,16 @@ class Uses:
         self.fed = 0  # events that the operand of a later weight depends on
         self.chosen = 0  # events whose outputs decide where activations go
         self.kept = 0  # events of keys, whose outputs linear attention keeps
+        self.last = 0  # events where a backward pass begins, at an output head
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
+        self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
         for eqn in reader.equations:
             if eqn.inside:
                 self._handed(eqn)
             elif not eqn.is_slope:
                 self._note(eqn)
+        self._note_slopes()
         self.chosen &= ~self.kept
 
     def numbers_of(self, *kinds: str) -> set[int]:
@@ -128,6 +132,31 @@ class Uses:
             self._scales(eqn, inputs, facts)
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(eqn, inputs[0], facts[0])
+
+    def _note_slopes(self) -> None:
+        """Notes parameters of which the trace has only slopes, where these begin.
+
+        A network's value may be gone if only its slope is used: in slopes of slopes,
+        JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
+        """
+        noted, slopes = {note.number for note in self.notes}, 0
+        for eqn in self._reader.equations:
+            event = self._facts.event(eqn) if eqn.is_slope and not eqn.inside else 0
+            if not event:
+                continue
+            slopes |= event
+            facts, before = self._facts.inputs(eqn), self.notes
+            weights = union(f.leaves for f in facts if f.is_weight)
+            if noted.issuperset(members(weights)):
+                continue
+            self.notes = []
+            if not eqn.is_product:
+                self._use("elementwise", eqn, *facts)
+            elif (i := self._facts.weight_of(eqn)) is not None:
+                self._weight(eqn, i, set())
+                self.last |= 0 if facts[1 - i].past & slopes else event
+            self.notes = before + [x for x in self.notes if x.number not in noted]
+            noted |= {note.number for note in self.notes[len(before) :]}
 
     def _handed(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
@@ -178,9 +207,14 @@ class Uses:
             self._note_routers(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
+        place = inputs[i], eqn.line
         if other.is_onehot:
-            self._use("looked up", eqn, weight)
+            # Rows of ones may be tangents, as of `jax.jacfwd`, after the kernel's use.
+            is_tangent = any(map(jaxprs.is_differentiated, eqn.eqns))
+            if not (is_tangent and place in self._applied):
+                self._use("looked up", eqn, weight)
             return
+        self._applied.add(place)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
         if other.is_deep and other.sole not in (None, -1):
@@ -190,9 +224,11 @@ class Uses:
         """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
         to, lead = eqn.to[i], atom.lead
+        window: set[int] = set()
         if eqn.name == "conv_general_dilated":
             kernel = eqn.inputs()[1]
-            inp = eqn.jaxpr_eqn.params["dimension_numbers"].rhs_spec[1]
+            _, inp, *dims = eqn.jaxpr_eqn.params["dimension_numbers"].rhs_spec
+            window = {*dims} if i == 1 else set()
             if (
                 eqn.jaxpr_eqn.params["feature_group_count"] > 1
                 and kernel.shape[inp] == 1
@@ -209,7 +245,9 @@ class Uses:
         def role(d: int) -> str:
             if d in experts or to[d] in stack:
                 return "stack"
-            return "input" if to[d] is None else "output"
+            # A cotangent goes from the outputs of a kernel to its inputs.
+            is_back = eqn.is_slope and d not in window
+            return "input" if (to[d] is None) != is_back else "output"
 
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)

@@ -30,7 +30,7 @@ def verdicts(
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.
-    heads = union(out.ends for out in outs) & ~uses.fed
+    heads = union(out.ends for out in outs) & ~uses.fed | uses.last
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
