@@ -31,6 +31,7 @@ class Fact(NamedTuple):
 
     leaves: int = 0  # parameters
     trained: int = 0  # parameters that receive a gradient through this variable
+    unstopped: int = 0  # the same, as if comparisons and indices had gradients
     # An activation that depends on parameters. Data may meet a weight before: a mask, a
     # scale, noise or an average among the arguments leaves a weight a weight.
     is_deep: bool = False
@@ -105,6 +106,13 @@ def _seen(fact: Fact) -> Fact:
 _ORDERS = names("sort top_k approx_top_k argmax argmin")
 
 
+# Calls of functions with a derivative of their own.
+_WITH_SLOPES = names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr")
+
+# Steps, whose slope is 0 everywhere, as that of a comparison or an index.
+_STEPS = names("stop_gradient sign floor ceil round")
+
+
 def union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
 
@@ -128,9 +136,10 @@ class Facts(Forward[Fact]):
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which a weight is applied to compute its own norm
+        self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
         inputs = [
-            Fact(1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
+            Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
             for i in range(len(graph.top.inputs))
         ]
         self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
@@ -205,6 +214,12 @@ class Facts(Forward[Fact]):
     def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
         if is_choice(eqn, atom):
             value = value._replace(**_NO_LOGITS)
+        if eqn.name in _STEPS or not is_inexact(atom):
+            self.choosing |= value.unstopped
+            value = value._replace(trained=0)
+        elif eqn.name == "sort":  # what is sorted by keys has no gradient for them
+            by = self.inputs(eqn)[eqn.outputs().index(atom)]
+            value = value._replace(trained=by.trained)
         if eqn.is_slope and value.is_deep:
             self.sloped |= value.trained
             value = value._replace(is_slope=True)
@@ -216,6 +231,10 @@ class Facts(Forward[Fact]):
             # The index of the branch affects the result, too, as a router of experts.
             past = self.inputs(eqn)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
+        if eqn.name in _WITH_SLOPES:
+            # Its own rule says where gradients go, whatever it computes.
+            trained = union(x.trained for x in self.inputs(eqn))
+            outs = [x._replace(trained=trained & x.leaves) for x in outs]
         return outs
 
     def more(self, eqn: Eqn) -> Fact:
@@ -352,6 +371,11 @@ def _is_row(eqn: Eqn) -> bool:
     sizes = zip(params["slice_sizes"], shape, strict=True)
     is_slice = len(params["dimension_numbers"].offset_dims) == len(eqn.output().shape)
     return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether a variable has a gradient: it holds no integers, masks or keys."""
+    return jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
 
 
 def is_choice(eqn: Eqn, atom: Atom) -> bool:
@@ -501,6 +525,6 @@ _RULES: dict[str, Any] = {
     "cumsum": _running_sum,
     "div": _quotient,
     **dict.fromkeys(["broadcast_in_dim", "tile"], _broadcast),
-    "stop_gradient": lambda facts, eqn, inputs, out: inputs[0]._replace(trained=0),
+    "stop_gradient": lambda facts, eqn, inputs, out: inputs[0]._replace(unstopped=0),
     "iota": lambda facts, eqn, inputs, out: Fact(is_counter=True),
 }

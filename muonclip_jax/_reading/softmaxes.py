@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .facts import Fact, Facts, members, union
+from .facts import Fact, Facts, is_inexact, members, union
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .jaxprs import names
 from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
@@ -135,9 +135,22 @@ class Softmaxes:
         # The sums by which softmaxes may divide, with the bits of their products.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
-        # Parameters that no gradient reaches count as data.
-        trained = facts.sloped | union(x.trained for x in facts.outputs)
-        self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
+        self.frozen = self._frozen()
+
+    def _frozen(self) -> set[int]:
+        """Returns the parameters that no gradient reaches, which count as data.
+
+        Results that have no gradient, such as tokens that a function generates, do not
+        show what is trained; but one integer is a metric beside the loss.
+        """
+        facts, outputs = self.facts, self.facts.outputs
+        tops = zip(self.graph.top.outputs, outputs, strict=False)
+        tokens = (x.unstopped for atom, x in tops if atom.shape and not is_inexact(atom))
+        trained = facts.sloped | union(x.trained for x in outputs) | union(tokens)
+        leaves = union(x.leaves for x in outputs)
+        if not trained:
+            return {*members(leaves & ~union(x.unstopped for x in outputs))}
+        return {*members((leaves | facts.choosing) & ~trained)}
 
     def _sums(self) -> Iterator[tuple[int, Over]]:
         """Yields products with the arrays and axes that sum their exponentials."""
