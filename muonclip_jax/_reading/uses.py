@@ -82,6 +82,8 @@ class Uses:
         self.last = 0  # events where a backward pass begins, at an output head
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
+        # Products of parameters that are weights of later products, or are looked up.
+        self._weights: set[Eqn] = set()
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
         for eqn in reader.equations:
             if eqn.inside:
@@ -89,6 +91,7 @@ class Uses:
             elif not eqn.is_slope:
                 self._note(eqn)
         self._note_slopes()
+        self.notes = [self._judged(note) for note in self.notes]
         self.chosen &= ~self.kept
 
     def numbers_of(self, *kinds: str) -> set[int]:
@@ -121,6 +124,8 @@ class Uses:
             self._choice(eqn, inputs[0], facts)
         elif name == "gather" and facts[0].is_weight and self._facts.event(eqn):
             self._use("looked up", eqn, facts[0])
+            if facts[0].is_pair:
+                self._weights |= self._products_in(inputs[0])
         elif self._facts.event(eqn):
             self._use("elementwise", eqn, *facts)
         elif any(f.has_data and not f.leaves for f in facts):
@@ -255,7 +260,18 @@ class Uses:
         all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
         all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
         is_pair = self._facts.of(atom).is_pair
-        for summand in self._reader.scaling.of(atom, all_marks):
+        summands = self._reader.scaling.of(atom, all_marks)
+        if is_pair:
+            # Without a parameter along what is summed over, as in a window that
+            # diagonal parameters make, no activation is contracted with any.
+            over = [d for d, word in enumerate(said) if word == "input"]
+            over = [d for d in over if atom.shape[d] > 1]
+            factors = [f for summand in summands for f in summand.factors]
+            if over and not any(varied(f.all_marks[d]) for f in factors for d in over):
+                kind = "elementwise"
+            if kind == "contracted":
+                self._weights |= self._products_in(atom)
+        for summand in summands:
             for f in summand.factors:
                 roles = tuple(
                     dict.fromkeys(
@@ -271,6 +287,20 @@ class Uses:
                 used = kind if is_weight else "elementwise"
                 event = self._facts.event(eqn)
                 self.notes.append(Note(used, f.parameter, eqn, event, roles))
+
+    def _products_in(self, atom: Atom) -> set[Eqn]:
+        """Returns the products of parameters in a weight."""
+
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
+
+        made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+        return {eqn for eqn in made if eqn and eqn.is_product}
+
+    def _judged(self, note: Note) -> Note:
+        """Returns a note, or another of a factor whose product is no weight."""
+        is_factor = note.kind == "factor" and note.eqn not in self._weights
+        return note._replace(kind="elementwise") if is_factor else note
 
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
