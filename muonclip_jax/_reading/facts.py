@@ -191,6 +191,10 @@ class Facts(Forward[Fact]):
     def _at(self) -> dict[int, Eqn]:
         return {event: eqn for eqn, event in self._events.items()}
 
+    def kernels_of(self, event: int) -> int:
+        """Returns the parameters in the weights of an event, given by its number."""
+        return union(x.leaves for x in self.inputs(self._at[1 << event]) if x.is_weight)
+
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
         return self._bits.get(eqn, 0)

@@ -82,6 +82,8 @@ class Uses:
         self.last = 0  # events where a backward pass begins, at an output head
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
+        # Events whose outputs a weight takes as features, though an order cuts them.
+        self._cut_features = 0
         # Products of parameters that are weights of later products, or are looked up.
         self._weights: set[Eqn] = set()
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
@@ -91,6 +93,7 @@ class Uses:
             elif not eqn.is_slope:
                 self._note(eqn)
         self._note_slopes()
+        self.chosen &= ~self._cut_features
         self.notes = [self._judged(note) for note in self.notes]
         self.chosen &= ~self.kept
 
@@ -198,6 +201,25 @@ class Uses:
             if any(map(is_varied, all_marks)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 
+    def _keep_features(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> None:
+        """Notes kernels whose outputs are cut by their order and go to a weight.
+
+        A router decides where other activations go. In a layer of k winners, a weight
+        is contracted with the outputs themselves: they alone are in its operand, or
+        they are along the axis that is summed over.
+        """
+        if not self.chosen & other.past or other.weights:
+            return
+        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
+        if other.kernels > 0 and not other.kernels & ~made:
+            self._cut_features |= other.ends
+        to = enumerate(eqn.to[1 - i])
+        over = [d for d, o in to if o is None and atom.shape[d] > 1]
+        for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
+            if any(map(is_varied, all_marks)):
+                self._cut_features |= self._facts.event(maker)
+        self.chosen &= ~self._cut_features
+
     # Products.
 
     def _product(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
@@ -220,6 +242,7 @@ class Uses:
                 self._use("looked up", eqn, weight)
             return
         self._applied.add(place)
+        self._keep_features(eqn, i, inputs[1 - i], other)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
         if other.is_deep and other.sole not in (None, -1):
