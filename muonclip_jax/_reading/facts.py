@@ -373,8 +373,15 @@ def _is_row(eqn: Eqn) -> bool:
     """Whether indices pick rows of a table, not a slice or matrices, as experts are."""
     params, shape = eqn.jaxpr_eqn.params, eqn.inputs()[0].shape
     sizes = zip(params["slice_sizes"], shape, strict=True)
-    is_slice = len(params["dimension_numbers"].offset_dims) == len(eqn.output().shape)
-    return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
+    return is_lookup(eqn) and sum(n == m > 1 for n, m in sizes) <= 1
+
+
+def is_lookup(eqn: Eqn) -> bool:
+    """Whether each of several indices picks entries of an array."""
+    if eqn.name != "gather":
+        return False
+    numbers = eqn.jaxpr_eqn.params["dimension_numbers"]
+    return len(numbers.offset_dims) < len(eqn.output().shape)
 
 
 def is_inexact(atom: Atom) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import jaxprs
-from .facts import Fact, members, union
+from .facts import Fact, is_lookup, members, union
 from .graph import Atom, Eqn, Origin
 from .jaxprs import names
 from .makers import Makers
@@ -84,8 +84,11 @@ class Uses:
         self.hidden: list[Eqn] = []
         # Events whose outputs a weight takes as features, though an order cuts them.
         self._cut_features = 0
+        self._picked: dict[Atom, bool] = {}  # see `_is_picked`
         # Products of parameters that are weights of later products, or are looked up.
         self._weights: set[Eqn] = set()
+        # Products of parameters, with those that indices picked from tables.
+        self._tables: set[tuple[Eqn, int]] = set()
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
         for eqn in reader.equations:
             if eqn.inside:
@@ -130,7 +133,7 @@ class Uses:
             if facts[0].is_pair:
                 self._weights |= self._products_in(inputs[0])
         elif self._facts.event(eqn):
-            self._use("elementwise", eqn, *facts)
+            self._entrywise(eqn, inputs, facts)
         elif any(f.has_data and not f.leaves for f in facts):
             self._use("data", eqn, *facts)
         if not any(f.is_deep for f in facts):
@@ -165,6 +168,43 @@ class Uses:
                 self.last |= 0 if facts[1 - i].past & slopes else event
             self.notes = before + [x for x in self.notes if x.number not in noted]
             noted |= {note.number for note in self.notes[len(before) :]}
+
+    def _entrywise(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+        """Notes weights that meet activations entry by entry."""
+        for i, fact in enumerate(facts):
+            is_table = fact.is_weight and self._is_picked(inputs[i])
+            self._use("looked up" if is_table else "elementwise", eqn, fact)
+            if is_table and eqn.name == "mul":
+                self.chosen |= self._mixers(facts[1 - i])
+
+    def _is_picked(self, atom: Atom) -> bool:
+        """Whether a weight has entries that indices pick, other ones for each token."""
+
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
+
+        if atom not in self._picked:
+            made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
+        return self._picked[atom]
+
+    def _mixers(self, fact: Fact) -> int:
+        """Returns the events of the routers whose weights an activation is."""
+        routers = (self._facts.event(eqn) for _, eqn in self._routers(fact.weights))
+        return union(routers) | fact.ends & self.chosen
+
+    def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
+        """Whether a router mixes rows that each token picks from several tables.
+
+        Without a router, activations are contracted with a matrix for each index.
+        """
+        free = [d for d in eqn.to[i] if d is not None and d not in eqn.shared]
+        is_row = sum(eqn.output().shape[d] > 1 for d in free) == 1
+        if not (is_row and other.is_deep and self._is_picked(eqn.inputs()[i])):
+            return False
+        mixers = self._mixers(other)
+        self.chosen |= mixers
+        return bool(mixers)
 
     def _handed(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
@@ -242,6 +282,9 @@ class Uses:
                 self._use("looked up", eqn, weight)
             return
         self._applied.add(place)
+        if self._is_mixed_table(eqn, i, other):
+            self._use("looked up", eqn, weight)
+            return
         self._keep_features(eqn, i, inputs[1 - i], other)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
@@ -322,12 +365,17 @@ class Uses:
 
     def _judged(self, note: Note) -> Note:
         """Returns a note, or another of a factor whose product is no weight."""
-        is_factor = note.kind == "factor" and note.eqn not in self._weights
-        return note._replace(kind="elementwise") if is_factor else note
+        if note.kind != "factor" or note.eqn in self._weights:
+            return note
+        is_table = (note.eqn, note.number) in self._tables
+        return note._replace(kind="looked up" if is_table else "elementwise")
 
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
         for atom, own, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
+            if self._is_picked(atom):
+                leaves = members(self._facts.of(atom).leaves)
+                self._tables |= {(eqn, number) for number in leaves}
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
