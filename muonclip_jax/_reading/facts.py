@@ -16,6 +16,7 @@ from . import jaxprs
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
 from .jaxprs import names
+from .modulated import modulated
 from .primitives import KNOWN, PRODUCTS, RANDOM
 
 
@@ -301,6 +302,11 @@ class Facts(Forward[Fact]):
             # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
+            _, kernels = modulated(self.graph, self, eqn)
+            if kernels:
+                # As without the activations that scale the kernel.
+                leaves = union(self.of(x.atom).leaves for x in kernels)
+                return out._replace(ends=self.event(eqn), kernels=leaves)
             return out._replace(kernels=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)

@@ -109,7 +109,14 @@ def _same(of: Shape, out: Shape) -> list[int | None]:
 
 @_rule("reshape squeeze expand_dims")
 def _reshape(op: Op) -> Moves:
-    return [(0, lambda marks: reshaped(marks, op.lead, op.out, op.ins[0]))]
+    shape, order = op.ins[0], None
+    if op.eqn.name == "reshape":
+        order = op.params.get("dimensions")  # a transpose before it, as `vmap` makes
+    if order is None:
+        return [(0, lambda marks: reshaped(marks, op.lead, op.out, shape))]
+    turned = tuple(shape[d] for d in order)
+    back = [*range(op.lead), *(op.lead + order.index(d) for d in range(len(shape)))]
+    return [(0, lambda marks: reshaped(marks, op.lead, op.out, turned).transpose(back))]
 
 
 @_rule("transpose")

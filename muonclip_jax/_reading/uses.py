@@ -2,17 +2,18 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from . import jaxprs
 from .facts import Fact, is_lookup, members, union
-from .graph import Atom, Eqn, Origin
+from .graph import AllMarks, Atom, Eqn, Origin
 from .jaxprs import names
 from .makers import Makers
 from .marks import dimensions, is_varied, marks_along, numbered, varied
+from .modulated import Modulated, modulated, sides_of
 from .primitives import KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
@@ -198,8 +199,7 @@ class Uses:
 
         Without a router, activations are contracted with a matrix for each index.
         """
-        free = [d for d in eqn.to[i] if d is not None and d not in eqn.shared]
-        is_row = sum(eqn.output().shape[d] > 1 for d in free) == 1
+        is_row = [len(x) for x in sides_of(eqn, i)] == [1, 1]  # tables, and columns
         if not (is_row and other.is_deep and self._is_picked(eqn.inputs()[i])):
             return False
         mixers = self._mixers(other)
@@ -271,7 +271,11 @@ class Uses:
         i = self._facts.weight_of(eqn) if a.leaves or b.leaves else None
         self._use("elementwise", eqn, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
-            self._note_routers(eqn, facts)
+            i, kernels = modulated(self._graph, self._facts, eqn)
+            if kernels:
+                self._modulated(eqn, i, kernels, facts)
+            else:
+                self._note_routers(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
         place = inputs[i], eqn.line
@@ -291,7 +295,34 @@ class Uses:
         if other.is_deep and other.sole not in (None, -1):
             self.features.add(other.sole)
 
-    def _weight(self, eqn: Eqn, i: int, experts: set[int]) -> None:
+    def _modulated(
+        self, eqn: Eqn, i: int, kernels: list[Modulated], facts: list[Fact]
+    ) -> None:
+        """Notes kernels that activations scale or mix before a product."""
+        for kernel in kernels:
+            leaves = {*members(self._facts.of(kernel.atom).leaves)}
+            # There the kernel met activations, but not as a gain or a bias.
+            self.notes = [
+                note
+                for note in self.notes
+                if note.eqn is not kernel.eqn or note.number not in leaves
+            ]
+            for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
+                self.chosen |= self._mixers(fact)
+        other = facts[1 - i]
+        experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
+        self._weight(eqn, i, experts, kernels)
+        self.fed |= other.past
+        if other.is_deep and other.sole not in (None, -1):
+            self.features.add(other.sole)
+
+    def _weight(
+        self,
+        eqn: Eqn,
+        i: int,
+        experts: set[int],
+        kernels: Sequence[Modulated] = (),
+    ) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
         to, lead = eqn.to[i], atom.lead
@@ -320,29 +351,50 @@ class Uses:
             is_back = eqn.is_slope and d not in window
             return "input" if (to[d] is None) != is_back else "output"
 
+        dims = [*range(len(atom.shape))]
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
         all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
         all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
-        is_pair = self._facts.of(atom).is_pair
-        summands = self._reader.scaling.of(atom, all_marks)
+        weights = [(atom, all_marks)]
+        if kernels:
+            over, free = sides_of(eqn, i)
+            dims, of_loops = [*over, *free], []
+            weights = [(x.atom, x.all_marks) for x in kernels]
+        words = [role(d) for d in dims] + ["stack"] * len(of_loops)
+        for weight, all_marks in weights:
+            self._note_weight(eqn, weight, all_marks, words, kind)
+
+    def _note_weight(
+        self,
+        eqn: Eqn,
+        weight: Atom,
+        all_marks: AllMarks,
+        words: Sequence[str],
+        kind: str,
+    ) -> None:
+        """Notes the parameters of a weight; `words` are the roles of its marks."""
+        is_pair = self._facts.of(weight).is_pair
+        summands = self._reader.scaling.of(weight, all_marks)
         if is_pair:
             # Without a parameter along what is summed over, as in a window that
             # diagonal parameters make, no activation is contracted with any.
-            over = [d for d, word in enumerate(said) if word == "input"]
-            over = [d for d in over if atom.shape[d] > 1]
+            over = [
+                k
+                for k, (word, marks) in enumerate(zip(words, all_marks, strict=True))
+                if word == "input" and is_varied(marks)
+            ]
             factors = [f for summand in summands for f in summand.factors]
-            if over and not any(varied(f.all_marks[d]) for f in factors for d in over):
+            if over and not any(varied(f.all_marks[k]) for f in factors for k in over):
                 kind = "elementwise"
             if kind == "contracted":
-                self._weights |= self._products_in(atom)
+                self._weights |= self._products_in(weight)
         for summand in summands:
             for f in summand.factors:
                 roles = tuple(
                     dict.fromkeys(
                         (axis, word)
-                        for marks, word in zip(f.all_marks, said, strict=True)
+                        for marks, word in zip(f.all_marks, words, strict=True)
                         for axis in varied(marks)
                     )
                 )
