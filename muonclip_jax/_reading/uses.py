@@ -250,11 +250,16 @@ class Uses:
         """
         if not self.chosen & other.past or other.weights:
             return
+        over, _ = sides_of(eqn, 1 - i)
         made = union(self._facts.kernels_of(x) for x in members(self.chosen))
-        if other.kernels > 0 and not other.kernels & ~made:
+        is_conv = eqn.name == "conv_general_dilated"
+        # Sorted entries lose their marks. One-hot rows have no gradient.
+        is_alone = other.kernels > 0 and not other.kernels & ~(made & other.trained)
+        if is_alone and (len(over) == 1 or is_conv):
             self._cut_features |= other.ends
-        to = enumerate(eqn.to[1 - i])
-        over = [d for d, o in to if o is None and atom.shape[d] > 1]
+        if len(over) > 1 and not is_conv:  # experts and their inputs
+            weighed = self._router_dims(atom)
+            over = [d for d in over if d not in weighed]
         for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
                 self._cut_features |= self._facts.event(maker)
