@@ -140,7 +140,9 @@ class Facts(Forward[Fact]):
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
         inputs = [
-            Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
+            Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens)
+            if i in graph.parameters
+            else DATA
             for i in range(len(graph.top.inputs))
         ]
         self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]

@@ -153,13 +153,15 @@ def is_transposed(eqn: Any) -> bool:
 
     What `jax.linear_transpose` makes is none: there the transpose is the function.
     """
-    outer, is_found, inner = "\n".join(_transforms(eqn)).partition("transpose")
-    return bool(is_found) and "jvp" in inner.split("\n")
+    made = _transforms(eqn)
+    return "transpose" in made and "jvp" in made[made.index("transpose") :]
 
 
 def is_recomputed(eqn: Any) -> bool:
     """Whether a backward pass computes an equation of the forward pass again."""
-    return any(x.name == "rematted_computation" for x in eqn.source_info.name_stack.stack)
+    return any(
+        x.name == "rematted_computation" for x in eqn.source_info.name_stack.stack
+    )
 
 
 def live(jaxpr: Any) -> list[int]:

@@ -145,7 +145,9 @@ class Softmaxes:
         """
         facts, outputs = self.facts, self.facts.outputs
         tops = zip(self.graph.top.outputs, outputs, strict=False)
-        tokens = (x.unstopped for atom, x in tops if atom.shape and not is_inexact(atom))
+        tokens = (
+            x.unstopped for atom, x in tops if atom.shape and not is_inexact(atom)
+        )
         trained = facts.sloped | union(x.trained for x in outputs) | union(tokens)
         leaves = union(x.leaves for x in outputs)
         if not trained:

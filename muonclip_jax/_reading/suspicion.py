@@ -259,11 +259,17 @@ class _Suspicion(Forward[Taint]):
     # Products, by dimensions of their result.
 
     def _born(self, eqn: Eqn) -> int:
-        """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
+        """Returns the bit of a product, or 0.
+
+        It is 0 for what was read, for products of constants, of one-hot rows, and in a
+        backward pass, where all products are of cotangents.
+        """
         facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
-        if eqn in self._read or is_fixed or any(f.is_onehot for f in facts):
+        if eqn.is_slope or eqn in self._read or is_fixed:
+            return 0
+        if any(f.is_onehot for f in facts):
             return 0
         of = [{d} for d in range(len(eqn.output().shape))]
         return self._bit(Suspect(eqn, eqn, of))

@@ -46,6 +46,8 @@ class Note(NamedTuple):
 # Primitives that find the greatest of several, which may decide where activations go.
 _CHOICES = names("argmax argmin top_k approx_top_k sort")
 
+_PLACES = _CHOICES | names("scatter scatter-add scatter_add")
+
 _MULTIPLIES = PRODUCTS | {"mul"}
 
 # Linear algebra may hide how it uses parameters, but it hides no attention.
@@ -251,15 +253,23 @@ class Uses:
         if not self.chosen & other.past or other.weights:
             return
         over, _ = sides_of(eqn, 1 - i)
-        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
-        is_conv = eqn.name == "conv_general_dilated"
-        # Sorted entries lose their marks. One-hot rows have no gradient.
-        is_alone = other.kernels > 0 and not other.kernels & ~(made & other.trained)
-        if is_alone and (len(over) == 1 or is_conv):
-            self._cut_features |= other.ends
-        if len(over) > 1 and not is_conv:  # experts and their inputs
+        if len(over) > 1 and eqn.name == "dot_general":  # experts and their inputs
             weighed = self._router_dims(atom)
             over = [d for d in over if d not in weighed]
+        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
+
+        def follow(of: Eqn, k: int) -> list[int]:
+            facts = [] if of.is_product else self._facts.inputs(of)
+            return [j for j, x in enumerate(facts) if x.is_deep]
+
+        # Where entries are put in order, or back, marks are lost: only these kernels
+        # may have made what is there.
+        for origin in self._graph.walk(atom, atom.numbered(over), follow):
+            if origin.eqn and origin.eqn.name in _PLACES:
+                fact = self._facts.of(origin.eqn.output(origin.k))
+                is_alone = fact.kernels > 0 and not fact.kernels & ~made
+                if is_alone and any(map(is_varied, origin.all_marks)):
+                    self._cut_features |= fact.ends
         for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
                 self._cut_features |= self._facts.event(maker)

@@ -3,6 +3,7 @@
 import adversaries_alike as adversaries_alike
 import adversaries_depth as adversaries_depth
 import adversaries_gates as adversaries_gates
+import adversaries_labels as adversaries_labels
 import adversaries_layers as adversaries_layers
 import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
