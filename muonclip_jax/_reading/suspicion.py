@@ -123,6 +123,15 @@ class _Suspicion(Forward[Taint]):
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
+    def inputs(self, eqn: Eqn) -> list[Taint]:
+        taints = super().inputs(eqn)
+        if eqn.is_slope:
+            return taints
+        # What a backward pass returns is data elsewhere, as in `Facts.of`.
+        is_slope = (self._facts.value(x).is_slope for x in eqn.inputs())
+        pairs = zip(taints, is_slope, strict=True)
+        return [_ARRAY if is_one else taint for taint, is_one in pairs]
+
     def result(self, eqn: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(eqn, atom)
         return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
