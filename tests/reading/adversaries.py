@@ -3,10 +3,10 @@
 import adversaries_alike as adversaries_alike
 import adversaries_depth as adversaries_depth
 import adversaries_gates as adversaries_gates
-import adversaries_labels as adversaries_labels
 import adversaries_layers as adversaries_layers
 import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
 import adversaries_softmaxes as adversaries_softmaxes
 import adversaries_systems as adversaries_systems
+import adversaries_weights as adversaries_weights
 from pieces_of_cases import CASES as CASES

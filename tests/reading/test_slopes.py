@@ -170,6 +170,7 @@ def test_the_network_without_slopes_is_read_as_an_expert_would():
     assert read(value, fields, weights(**SHAPES[fields]))[0]["head"] == "head"
 
 
+@pytest.mark.more
 def test_logits_of_a_network_of_which_only_forces_are_used():
     params = weights(**SHAPES[attention])
 
