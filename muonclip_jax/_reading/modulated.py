@@ -88,12 +88,13 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
             raise _Lost
         inputs, values = of.inputs(), facts.inputs(of)
         back = dict(moves(of, origin.k))
-        marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
         if of.is_product:
             k = facts.weight_of(of)
             # The softmax of a router mixes kernels.
             if k is None or not values[1 - k].weights:
                 raise _Lost
+        marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
+        if of.is_product and (k := facts.weight_of(of)) is not None:
             if not all(sides(inputs[k], marks[k])):
                 raise _Lost
             found.append(Modulated(of, k, marks[k], is_mixed=True))
@@ -102,6 +103,8 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         is_bent = of.name in ELEMENTWISE and not is_scaled
         if not back or is_bent or of.name == "gather":  # such as rows of a table
             raise _Lost
+        if len(back) == 1 and values[min(back)].is_deep:
+            return [(k, None) for k in back]
         has = {k: sides(inputs[k], marks[k]) for k in back}
         both = [k for k in back if all(has[k])]
         if is_scaled and (len(both) != 1 or (of.name == "div" and both != [0])):
