@@ -12,8 +12,10 @@ from typing import assert_never, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from . import jaxprs
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
+from .modulated import modulated
 from .primitives import Kind
 
 
@@ -29,6 +31,7 @@ class Fact(NamedTuple):
 
     leaves: int = 0  # parameters
     trained: int = 0  # parameters that receive a gradient through this variable
+    unstopped: int = 0  # the same, as if comparisons and indices had gradients
     # An activation that depends on parameters. Data may meet a weight before: a mask, a
     # scale, noise or an average among the arguments leaves a weight a weight.
     is_deep: bool = False
@@ -59,6 +62,9 @@ class Fact(NamedTuple):
     # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
     is_onehot: bool = False
     is_counter: bool = False
+    # Made by the backward pass of a derivative, of parameters. Elsewhere it is data: as
+    # forces, or in parameters after an inner step.
+    is_slope: bool = False
 
     @property
     def sole(self) -> int | None:
@@ -91,6 +97,11 @@ class Fact(NamedTuple):
 DATA = Fact(has_data=True)
 
 
+def _seen(fact: Fact) -> Fact:
+    """Returns a fact as it is outside of backward passes."""
+    return DATA if fact.is_slope else fact
+
+
 def union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
 
@@ -114,11 +125,36 @@ class Facts(Forward[Fact]):
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which a weight is applied to compute its own norm
+        self.choosing = 0  # parameters in indices, comparisons and other steps
+        self.sloped = 0  # parameters that receive a gradient through slopes
         inputs = [
-            Fact(1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
+            Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens)
+            if i in graph.parameters
+            else DATA
             for i in range(len(graph.top.inputs))
         ]
-        self.outputs = self.run(graph.top, inputs)
+        self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
+
+    def of(self, atom: Atom) -> Fact:
+        return _seen(super().of(atom))
+
+    def inputs(self, eqn: Eqn) -> list[Fact]:
+        found = super().inputs(eqn)
+        return found if eqn.is_slope else [*map(_seen, found)]
+
+    def _unused(self) -> list[Fact]:
+        """Returns the facts of values that a loss does not use, but differentiates."""
+        found: list[Fact] = []
+        frames = [self.graph.top]
+        for frame in frames:
+            used = {id(x.var) for eqn in frame.live for x in eqn.inputs()}
+            used |= {id(x.var) for x in frame.outputs}
+            for eqn in frame.live:
+                frames += eqn.inside
+                if jaxprs.is_differentiated(eqn.jaxpr_eqn):
+                    made = (x for x in eqn.outputs() if id(x.var) not in used)
+                    found += [self.of(x) for x in made if self.of(x).leaves]
+        return found
 
     def event(self, eqn: Eqn) -> int:
         """Returns the bit of an event; 0 for other equations."""
@@ -146,6 +182,10 @@ class Facts(Forward[Fact]):
     def _at(self) -> dict[int, Eqn]:
         return {event: eqn for eqn, event in self._events.items()}
 
+    def kernels_of(self, event: int) -> int:
+        """Returns the parameters in the weights of an event, given by its number."""
+        return union(x.leaves for x in self.inputs(self._at[1 << event]) if x.is_weight)
+
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
         return self._bits.get(eqn, 0)
@@ -156,14 +196,29 @@ class Facts(Forward[Fact]):
 
     def either(self, values: Sequence[Fact]) -> Fact:
         first, *others = values
-        return first if all(x == first for x in others) else _union(values)
+        if all(x == first for x in others):
+            return first
+        if not all(x.is_slope or not x.leaves for x in values):
+            values = [*map(_seen, values)]
+        return _union(values)
 
     def begun(self, value: Fact) -> Fact:
         """Clears the events of earlier trips: each trip has parameters of its own."""
         return value._replace(events=0)
 
     def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
-        return value._replace(**_NO_LOGITS) if is_choice(eqn, atom) else value
+        if is_choice(eqn, atom):
+            value = value._replace(**_NO_LOGITS)
+        if eqn.kind in (Kind.STEP, Kind.STOPPED) or not is_inexact(atom):
+            self.choosing |= value.unstopped
+            value = value._replace(trained=0)
+        elif eqn.kind is Kind.ORDER:  # what is sorted by keys has no gradient for them
+            by = self.inputs(eqn)[eqn.outputs().index(atom)]
+            value = value._replace(trained=by.trained)
+        if eqn.is_slope and value.is_deep:
+            self.sloped |= value.trained
+            value = value._replace(is_slope=True)
+        return value
 
     def called(self, eqn: Eqn) -> list[Fact]:
         outs = super().called(eqn)
@@ -171,6 +226,10 @@ class Facts(Forward[Fact]):
             # The index of the branch affects the result, too, as a router of experts.
             past = self.inputs(eqn)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
+        if jaxprs.has_slopes(eqn.jaxpr_eqn):
+            # Its own rule says where gradients go, whatever it computes.
+            trained = union(x.trained for x in self.inputs(eqn))
+            outs = [x._replace(trained=trained & x.leaves) for x in outs]
         return outs
 
     def more(self, eqn: Eqn) -> Fact:
@@ -193,7 +252,7 @@ class Facts(Forward[Fact]):
             case Kind.SAME:
                 return inputs[0]
             case Kind.STOPPED:
-                return inputs[0]._replace(trained=0)
+                return inputs[0]._replace(unstopped=0)
             case Kind.GENERATED:
                 return Fact(has_data=out.has_data)
             case Kind.COUNTER:
@@ -225,11 +284,13 @@ class Facts(Forward[Fact]):
                 Kind.PERMUTED
                 | Kind.CUT
                 | Kind.JOINED
+                | Kind.PLACED
                 | Kind.CHOICE
                 | Kind.LINEAR
                 | Kind.POWER
                 | Kind.SOFTCAP
                 | Kind.BENT
+                | Kind.STEP
                 | Kind.EQUAL
                 | Kind.FOLDED
                 | Kind.LOG_TOTAL
@@ -279,6 +340,11 @@ class Facts(Forward[Fact]):
             # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
+            _, kernels = modulated(self.graph, self, eqn)
+            if kernels:
+                # As without the activations that scale the kernel.
+                leaves = union(self.of(x.atom).leaves for x in kernels)
+                return out._replace(ends=self.event(eqn), kernels=leaves)
             return out._replace(kernels=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
@@ -409,8 +475,20 @@ def _is_row(eqn: Eqn) -> bool:
     """Whether indices pick rows of a table, not a slice or matrices, as experts are."""
     params, shape = eqn.jaxpr_eqn.params, eqn.inputs()[0].shape
     sizes = zip(params["slice_sizes"], shape, strict=True)
-    is_slice = len(params["dimension_numbers"].offset_dims) == len(eqn.output().shape)
-    return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
+    return is_lookup(eqn) and sum(n == m > 1 for n, m in sizes) <= 1
+
+
+def is_lookup(eqn: Eqn) -> bool:
+    """Whether each of several indices picks entries of an array."""
+    if eqn.name != "gather":
+        return False
+    numbers = eqn.jaxpr_eqn.params["dimension_numbers"]
+    return len(numbers.offset_dims) < len(eqn.output().shape)
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether a variable has a gradient: it holds no integers, masks or keys."""
+    return jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
 
 
 def is_choice(eqn: Eqn, atom: Atom) -> bool:

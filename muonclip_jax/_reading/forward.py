@@ -38,6 +38,10 @@ class Forward(abc.ABC, Generic[Value]):
         return self.either(self.inputs(eqn))
 
     def of(self, atom: Atom) -> Value:
+        return self.value(atom)
+
+    def value(self, atom: Atom) -> Value:
+        """Returns the value of a variable, as its own frame sees it."""
         return self._of.get(atom, self._nothing)
 
     def inputs(self, eqn: Eqn) -> list[Value]:
@@ -53,7 +57,7 @@ class Forward(abc.ABC, Generic[Value]):
             )
             for atom, value in zip(atoms, inside, strict=True):
                 self._of[atom] = self.result(eqn, atom, value)
-        return [self.of(atom) for atom in frame.outputs]
+        return [self.value(atom) for atom in frame.outputs]
 
     def called(self, eqn: Eqn) -> list[Value]:
         """Returns the values of the results of an equation with inner jaxprs."""
@@ -67,7 +71,7 @@ class Forward(abc.ABC, Generic[Value]):
 
         The iteration ends because values only grow.
         """
-        own = [self.of(x.atom) for x in inner.outer]
+        own = [self.value(x.atom) for x in inner.outer]
         while True:
             begin = list(own)
             for i in inner.carried:

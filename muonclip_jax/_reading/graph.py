@@ -133,6 +133,19 @@ class Eqn:
         return jaxprs.line(self.eqns)
 
     @functools.cached_property
+    def is_slope(self) -> bool:
+        """Whether this is of the backward pass of a derivative, as forces are.
+
+        There kernels are applied to cotangents, from their outputs to their inputs. The
+        part of the network that `jax.checkpoint` computes again is none of it.
+        """
+        if jaxprs.is_transposed(self.jaxpr_eqn):
+            return True
+        caller = self.frame.caller
+        is_inside = caller is not None and caller.is_slope
+        return is_inside and not jaxprs.is_recomputed(self.jaxpr_eqn)
+
+    @functools.cached_property
     def to(self) -> list[list[int | None]]:
         """The dimension of the product that each dimension of an operand becomes."""
         return sides(self.jaxpr_eqn)

@@ -137,6 +137,12 @@ def branches(eqn: Any) -> list[Inner]:
     return [inner(branch) for branch in eqn.params["branches"]]
 
 
+def has_slopes(eqn: Any) -> bool:
+    """Whether an equation calls a function with a derivative of its own."""
+    calls = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+    return eqn.primitive.name in calls
+
+
 def step_of(jaxpr: Any, before: Any, after: Any) -> int | None:
     """Returns the number that is added to a variable in every trip, if it is known."""
     made = [eqn for eqn in jaxpr.eqns if any(x is after for x in eqn.outvars)]
@@ -152,15 +158,44 @@ def is_statistic(eqn: Any) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
 
 
+def _transforms(eqn: Any) -> list[str]:
+    """Returns the transformations of JAX that made an equation, outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    return [x.name for x in stack if isinstance(x, source_info_util.Transform)]
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an equation is of a function that JAX differentiates, or its tangent."""
+    return "jvp" in _transforms(eqn) and not is_transposed(eqn)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is of the backward pass of a derivative.
+
+    What `jax.linear_transpose` makes is none: there the transpose is the function.
+    """
+    made = _transforms(eqn)
+    return "transpose" in made and "jvp" in made[made.index("transpose") :]
+
+
+def is_recomputed(eqn: Any) -> bool:
+    """Whether a backward pass computes an equation of the forward pass again."""
+    return any(
+        x.name == "rematted_computation" for x in eqn.source_info.name_stack.stack
+    )
+
+
 def live(jaxpr: Any) -> list[int]:
     """Returns the places of the equations on which outputs depend.
 
-    Statistics of attention count as outputs, though most losses do not return them.
+    Statistics of attention count as outputs, though most losses do not return them. A
+    function that is differentiated counts as used, though its value may not be.
     """
     # Compared by identity, since literals have no hash.
     wanted, kept = {id(v) for v in jaxpr.outvars}, []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        if is_statistic(eqn) or any(id(v) in wanted for v in eqn.outvars):
+        is_root = is_statistic(eqn) or is_differentiated(eqn)
+        if is_root or any(id(v) in wanted for v in eqn.outvars):
             wanted.update(id(v) for v in eqn.invars)
             kept.append(i)
     return kept[::-1]

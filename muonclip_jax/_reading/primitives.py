@@ -38,7 +38,8 @@ class Kind(enum.Enum):
     PERMUTED = "entries in another order, or from other devices"
     CUT = "entries from places that the equation names"
     PICKED = "entries from places that an operand names"
-    JOINED = "entries of several operands side by side, or of one in another"
+    JOINED = "entries of several operands side by side"
+    PLACED = "entries of one operand at places in another"
     CHOICE = "for each entry one of several operands"
     STOPPED = "the same entries, through which no gradient goes"
     # Entry by entry:
@@ -52,6 +53,7 @@ class Kind(enum.Enum):
     LOGARITHM = "a logarithm"
     POWER = "a power with a fixed exponent, which may divide"
     SOFTCAP = "a hyperbolic tangent, which caps logits"
+    STEP = "a step function, whose slope is 0"
     BENT = "any other function, which is not linear"
     EQUAL = "whether two entries are equal"
     # Of many entries:
@@ -83,7 +85,7 @@ class Kind(enum.Enum):
 
 
 _BENT = {Kind.EXPONENTIAL, Kind.LOGARITHM, Kind.POWER, Kind.SOFTCAP, Kind.BENT}
-_BENT |= {Kind.EQUAL, Kind.FOLDED, Kind.LOG_TOTAL}
+_BENT |= {Kind.STEP, Kind.EQUAL, Kind.FOLDED, Kind.LOG_TOTAL}
 
 
 #: A function from an equation's parameters and its operand's rank to dimensions.
@@ -155,8 +157,8 @@ _ROWS = (
     Row("gather", Kind.PICKED, _none, rules.gather, values.gather),
     Row("concatenate stack", Kind.JOINED, _none, rules.concatenate, values.concatenate),
     Row("pad", Kind.JOINED, _none, rules.pad, None),
-    Row("dynamic_update_slice", Kind.JOINED, _none, rules.update_slice, None),
-    Row("scatter", Kind.JOINED, _none, rules.scatter, None),
+    Row("dynamic_update_slice", Kind.PLACED, _none, rules.update_slice, None),
+    Row("scatter", Kind.PLACED, _none, rules.scatter, None),
     Row(
         "select_n",
         Kind.CHOICE,
@@ -184,9 +186,10 @@ _ROWS = (
     Row("log log1p", Kind.LOGARITHM, _none, rules.entrywise, None),
     Row("integer_pow", Kind.POWER, _none, rules.entrywise, None),
     Row("tanh", Kind.SOFTCAP, _none, rules.entrywise, None),
+    Row("ceil round", Kind.STEP, _none, rules.entrywise, None),
     Row("rem", Kind.BENT, _none, rules.entrywise, values.rest),
-    Row("sign", Kind.BENT, _none, rules.entrywise, values.of_entries(np.sign)),
-    Row("floor", Kind.BENT, _none, rules.entrywise, values.of_entries(np.floor)),
+    Row("sign", Kind.STEP, _none, rules.entrywise, values.of_entries(np.sign)),
+    Row("floor", Kind.STEP, _none, rules.entrywise, values.of_entries(np.floor)),
     Row("ne", Kind.BENT, _none, rules.entrywise, values.of_entries(np.not_equal)),
     Row("lt", Kind.BENT, _none, rules.entrywise, values.of_entries(np.less)),
     Row("le", Kind.BENT, _none, rules.entrywise, values.of_entries(np.less_equal)),
@@ -198,7 +201,7 @@ _ROWS = (
     Row("not", Kind.BENT, _none, rules.entrywise, values.of_entries(np.invert)),
     Row("clamp", Kind.BENT, _none, rules.entrywise, values.of_entries(values.clamped)),
     Row(
-        "square sqrt rsqrt cbrt expm1 logistic ceil round is_finite "
+        "square sqrt rsqrt cbrt expm1 logistic is_finite "
         "erf erfc erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh "
         "lgamma digamma igamma igammac bessel_i0e bessel_i1e polynomial "
         "regularized_incomplete_beta eq_to le_to lt_to "

@@ -19,7 +19,7 @@ from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
 from .calls import Call, call_of
-from .facts import Facts
+from .facts import Facts, members
 from .graph import Graph
 from .layers import named_layers, NamedLayer
 from .softmaxes import Softmaxes
@@ -209,7 +209,8 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         tokens |= found
     refused, unclipped = suspicions(reader, layers)
     layers += refused
-    said = verdicts(uses, reader.facts.outputs, shapes, is_float, reader.frozen)
+    frozen = reader.frozen, {*members(reader.facts.choosing)}
+    said = verdicts(uses, reader.facts.outputs, shapes, is_float, *frozen)
     said = completed(shown, said)
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]

@@ -98,7 +98,14 @@ def _same(of: Shape, out: Shape) -> list[int | None]:
 
 
 def reshape(op: Op) -> Moves:
-    return [(0, lambda marks: reshaped(marks, op.lead, op.out, op.ins[0]))]
+    shape = op.ins[0]
+    order = op.params.get("dimensions") if op.eqn.name == "reshape" else None
+    if order is None:
+        return [(0, lambda marks: reshaped(marks, op.lead, op.out, shape))]
+    # A transpose comes before it, as `vmap` of a convolution makes.
+    turned = tuple(shape[d] for d in order)
+    back = [*range(op.lead), *(op.lead + order.index(d) for d in range(len(shape)))]
+    return [(0, lambda marks: reshaped(marks, op.lead, op.out, turned).transpose(back))]
 
 
 def transpose(op: Op) -> Moves:

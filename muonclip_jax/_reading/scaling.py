@@ -71,6 +71,7 @@ _LONGEST = 80
 _SUMS = (Kind.SUM, Kind.DIFFERENCE)
 
 ADDED = "data or constants are added to"
+SLOPE = "a gradient, as in an inner step of training, is added to"
 SHIFTED = "a number is added to a parameter, as in a norm's gain of 1 + g, of"
 NORMED = (
     "something nonlinear, such as a norm without a gain, stands between the parameters "
@@ -141,7 +142,8 @@ class Scaling:
             "parameters and"
         )
         if not self._facts.of(eqn.output(k)).leaves:
-            return [] if eqn.output(k).number == 0 else [Summand((), ADDED)]
+            is_zero = eqn.output(k).number == 0
+            return [] if is_zero else [Summand((), self._added(eqn.output(k)))]
         back = dict(moves(eqn, k))
         if not back:
             return [Summand((), why)]
@@ -166,6 +168,17 @@ class Scaling:
                         own = (Summand((), SHIFTED),)
                 found += self._met(eqn, facts[i], own)
         return found
+
+    def _added(self, atom: Atom) -> str:
+        """Returns what an array without parameters is, as a reason."""
+        if atom.var.aval.dtype.kind != "f":
+            return ADDED
+
+        def follow(eqn: Eqn, k: int) -> Iterable[int]:
+            return () if eqn.is_slope else range(len(eqn.inputs()))
+
+        made = self._graph.walk(atom, atom.whole, follow)
+        return SLOPE if any(x.eqn and x.eqn.is_slope for x in made) else ADDED
 
     def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
         own = way._replace(all_marks=tuple(map(move, way.all_marks)))
@@ -275,7 +288,7 @@ def unscaled(summands: Iterable[Summand], why: str) -> Summand:
             key = f.parameter, f.event
             found[key] = _joined(found[key], f) if key in found else f
     factors = tuple(f._replace(is_linear=False) for f in found.values())
-    reasons = [s.why for s in summands if s.why and s.why != ADDED]
+    reasons = [s.why for s in summands if s.why not in ("", ADDED)]
     return Summand(factors, reasons[0] if reasons else why)
 
 

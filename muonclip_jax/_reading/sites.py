@@ -98,7 +98,7 @@ def sites_of(
         site = _entrance(reader, exp, bits)
         if site is None or site.atom in sites:
             continue
-        fact = reader.facts.of(site.atom)
+        fact = reader.facts.value(site.atom)
         here = [x for x in read if reader.facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
@@ -150,7 +150,7 @@ def _note_biases(
     every = [eqn for path in ways for eqn in path.eqns]
     way: dict[Address, set[int]] = {eqn.address: set() for eqn in every}
     for eqn, i in (added for path in ways for added in path.added):
-        fact = reader.facts.of(eqn.inputs()[i])
+        fact = reader.facts.value(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
             way[eqn.address].add(i)
             one = -1 if fact.sole is None else fact.sole

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .facts import Fact, Facts, members, union
+from .facts import Fact, Facts, is_inexact, members, union
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
 from .primitives import Kind, moves
@@ -26,7 +26,7 @@ _DIVIDES = (Kind.QUOTIENT, Kind.POWER, Kind.EXPONENTIAL)
 _IN_DIVISORS = (
     *(Kind.SAME, Kind.REPEATED, Kind.PERMUTED, Kind.CUT, Kind.PICKED, Kind.JOINED),
     *(Kind.CHOICE, Kind.STOPPED, Kind.LINEAR, Kind.SUM, Kind.LARGER, Kind.TOTAL),
-    *(Kind.EXCHANGED, Kind.SCATTERED),
+    *(Kind.EXCHANGED, Kind.SCATTERED, Kind.PLACED),
 )
 
 
@@ -145,9 +145,24 @@ class Softmaxes:
         # The sums by which softmaxes may divide, with the bits of their products.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
-        # Parameters that no gradient reaches count as data.
-        trained = union(x.trained for x in facts.outputs)
-        self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
+        self.frozen = self._frozen()
+
+    def _frozen(self) -> set[int]:
+        """Returns the parameters that no gradient reaches, which count as data.
+
+        Results that have no gradient, such as tokens that a function generates, do not
+        show what is trained; but one integer is a metric beside the loss.
+        """
+        facts, outputs = self.facts, self.facts.outputs
+        tops = zip(self.graph.top.outputs, outputs, strict=False)
+        tokens = (
+            x.unstopped for atom, x in tops if atom.shape and not is_inexact(atom)
+        )
+        trained = facts.sloped | union(x.trained for x in outputs) | union(tokens)
+        leaves = union(x.leaves for x in outputs)
+        if not trained:
+            return {*members(leaves & ~union(x.unstopped for x in outputs))}
+        return {*members((leaves | facts.choosing) & ~trained)}
 
     def _sums(self) -> Iterator[tuple[int, Over]]:
         """Yields products with the arrays and axes that sum their exponentials."""
@@ -161,7 +176,7 @@ class Softmaxes:
                 if bits := self.facts.of(logits).products:
                     yield bits, (logits, eqn.axes)
             for i, axes in _summed(eqn, self.facts.inputs(eqn)):
-                if bits := self.facts.of(eqn.inputs()[i]).unshared:
+                if bits := self.facts.inputs(eqn)[i].unshared:
                     yield bits, (eqn.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
@@ -212,8 +227,8 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in _DIVIDES)
-        facts = map(self.facts.of, by)
+        by = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
+        facts = (self.facts.inputs(eqn)[-1] for eqn in by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
             groups = [x for x in groups if x not in own]
@@ -292,7 +307,7 @@ class Softmaxes:
                 pass  # the logits are taken before it
             elif not back or _is_bent(eqn):
                 path.nonlinear.append(eqn)  # such as a product with itself
-            elif kind is Kind.JOINED:
+            elif kind in (Kind.JOINED, Kind.PLACED):
                 path.joins.append(eqn)
             elif kind in (Kind.SUM, Kind.DIFFERENCE):
                 path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
@@ -327,7 +342,8 @@ class Softmaxes:
         found: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
-            if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
+            fact = self.facts.value(atom)
+            if not (fact.products | fact.mixed) & bit:
                 continue
             of_axis = self._along(bit, atom)
             if of_axis:

@@ -126,6 +126,15 @@ class _Suspicion(Forward[Taint]):
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
+    def inputs(self, eqn: Eqn) -> list[Taint]:
+        taints = super().inputs(eqn)
+        if eqn.is_slope:
+            return taints
+        # What a backward pass returns is data elsewhere, as in `Facts.of`.
+        is_slope = (self._facts.value(x).is_slope for x in eqn.inputs())
+        pairs = zip(taints, is_slope, strict=True)
+        return [_ARRAY if is_one else taint for taint, is_one in pairs]
+
     def result(self, eqn: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(eqn, atom)
         return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
@@ -191,6 +200,7 @@ class _Suspicion(Forward[Taint]):
             case (
                 Kind.EXPONENTIAL
                 | Kind.BENT
+                | Kind.STEP
                 | Kind.EQUAL
                 | Kind.POWER
                 | Kind.SOFTCAP
@@ -203,6 +213,7 @@ class _Suspicion(Forward[Taint]):
                 | Kind.CUT
                 | Kind.PICKED
                 | Kind.JOINED
+                | Kind.PLACED
                 | Kind.STOPPED
                 | Kind.LINEAR
                 | Kind.SUM
@@ -332,11 +343,17 @@ class _Suspicion(Forward[Taint]):
     # Products, by dimensions of their result.
 
     def _born(self, eqn: Eqn) -> int:
-        """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
+        """Returns the bit of a product, or 0.
+
+        It is 0 for what was read, for products of constants, of one-hot rows, and in a
+        backward pass, where all products are of cotangents.
+        """
         facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
-        if eqn in self._read or is_fixed or any(f.is_onehot for f in facts):
+        if eqn.is_slope or eqn in self._read or is_fixed:
+            return 0
+        if any(f.is_onehot for f in facts):
             return 0
         of = [{d} for d in range(len(eqn.output().shape))]
         return self._bit(Suspect(eqn, eqn, of))

@@ -2,15 +2,17 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .facts import Fact, members, union
-from .graph import Atom, Eqn, Origin
+from . import jaxprs
+from .facts import Fact, is_lookup, members, union
+from .graph import AllMarks, Atom, Eqn, Origin
 from .makers import Makers
 from .marks import dimensions, is_varied, marks_along, numbered, varied
+from .modulated import Modulated, modulated, sides_of
 from .primitives import Kind, moves
 from .softmaxes import Softmaxes
 
@@ -40,6 +42,9 @@ class Note(NamedTuple):
         return self.eqn.line if self.eqn else ""
 
 
+# Kinds that put activations somewhere by an order or by places.
+_PLACES = (Kind.ORDER, Kind.WINNER, Kind.PLACED, Kind.SCATTERED)
+
 #: Kinds in which two activations may meet as factors.
 _MULTIPLIES = (Kind.PRODUCT, Kind.CONTRACTION)
 
@@ -68,13 +73,25 @@ class Uses:
         self.fed = 0  # events that the operand of a later weight depends on
         self.chosen = 0  # events whose outputs decide where activations go
         self.kept = 0  # events of keys, whose outputs linear attention keeps
+        self.last = 0  # events where a backward pass begins, at an output head
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
+        # Events whose outputs a weight takes as features, though an order cuts them.
+        self._cut_features = 0
+        self._picked: dict[Atom, bool] = {}  # see `_is_picked`
+        # Products of parameters that are weights of later products, or are looked up.
+        self._weights: set[Eqn] = set()
+        # Products of parameters, with those that indices picked from tables.
+        self._tables: set[tuple[Eqn, int]] = set()
+        self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
         for eqn in reader.equations:
             if eqn.inside:
                 self._handed(eqn)
-            else:
+            elif not eqn.is_slope:
                 self._note(eqn)
+        self._note_slopes()
+        self.chosen &= ~self._cut_features
+        self.notes = [self._judged(note) for note in self.notes]
         self.chosen &= ~self.kept
 
     def numbers_of(self, *kinds: str) -> set[int]:
@@ -107,8 +124,10 @@ class Uses:
             self._choice(eqn, inputs[0], facts)
         elif kind is Kind.PICKED and facts[0].is_weight and self._facts.event(eqn):
             self._use("looked up", eqn, facts[0])
+            if facts[0].is_pair:
+                self._weights |= self._products_in(inputs[0])
         elif self._facts.event(eqn):
-            self._use("elementwise", eqn, *facts)
+            self._entrywise(eqn, inputs, facts)
         elif any(f.has_data and not f.leaves for f in facts):
             self._use("data", eqn, *facts)
         if not any(f.is_deep for f in facts):
@@ -118,6 +137,67 @@ class Uses:
             self._scales(eqn, inputs, facts)
         elif kind in (Kind.CUT, Kind.PICKED):
             self._cut(eqn, inputs[0], facts[0])
+
+    def _note_slopes(self) -> None:
+        """Notes parameters of which the trace has only slopes, where these begin.
+
+        A network's value may be gone if only its slope is used: in slopes of slopes,
+        JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
+        """
+        noted, slopes = {note.number for note in self.notes}, 0
+        for eqn in self._reader.equations:
+            event = self._facts.event(eqn) if eqn.is_slope and not eqn.inside else 0
+            if not event:
+                continue
+            slopes |= event
+            facts, before = self._facts.inputs(eqn), self.notes
+            weights = union(f.leaves for f in facts if f.is_weight)
+            if noted.issuperset(members(weights)):
+                continue
+            self.notes = []
+            if not eqn.is_product:
+                self._use("elementwise", eqn, *facts)
+            elif (i := self._facts.weight_of(eqn)) is not None:
+                self._weight(eqn, i, set())
+                self.last |= 0 if facts[1 - i].past & slopes else event
+            self.notes = before + [x for x in self.notes if x.number not in noted]
+            noted |= {note.number for note in self.notes[len(before) :]}
+
+    def _entrywise(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+        """Notes weights that meet activations entry by entry."""
+        for i, fact in enumerate(facts):
+            is_table = fact.is_weight and self._is_picked(inputs[i])
+            self._use("looked up" if is_table else "elementwise", eqn, fact)
+            if is_table and eqn.kind is Kind.PRODUCT:
+                self.chosen |= self._mixers(facts[1 - i])
+
+    def _is_picked(self, atom: Atom) -> bool:
+        """Whether a weight has entries that indices pick, other ones for each token."""
+
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
+
+        if atom not in self._picked:
+            made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
+        return self._picked[atom]
+
+    def _mixers(self, fact: Fact) -> int:
+        """Returns the events of the routers whose weights an activation is."""
+        routers = (self._facts.event(eqn) for _, eqn in self._routers(fact.weights))
+        return union(routers) | fact.ends & self.chosen
+
+    def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
+        """Whether a router mixes rows that each token picks from several tables.
+
+        Without a router, activations are contracted with a matrix for each index.
+        """
+        is_row = [len(x) for x in sides_of(eqn, i)] == [1, 1]  # tables, and columns
+        if not (is_row and other.is_deep and self._is_picked(eqn.inputs()[i])):
+            return False
+        mixers = self._mixers(other)
+        self.chosen |= mixers
+        return bool(mixers)
 
     def _handed(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
@@ -154,6 +234,38 @@ class Uses:
             if any(map(is_varied, all_marks)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 
+    def _keep_features(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> None:
+        """Notes kernels whose outputs are cut by their order and go to a weight.
+
+        A router decides where other activations go. In a layer of k winners, a weight
+        is contracted with the outputs themselves: they alone are in its operand, or
+        they are along the axis that is summed over.
+        """
+        if not self.chosen & other.past or other.weights:
+            return
+        over, _ = sides_of(eqn, 1 - i)
+        if len(over) > 1 and eqn.name == "dot_general":  # experts and their inputs
+            weighed = self._router_dims(atom)
+            over = [d for d in over if d not in weighed]
+        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
+
+        def follow(of: Eqn, k: int) -> list[int]:
+            facts = [] if of.is_product else self._facts.inputs(of)
+            return [j for j, x in enumerate(facts) if x.is_deep]
+
+        # Where entries are put in order, or back, marks are lost: only these kernels
+        # may have made what is there.
+        for origin in self._graph.walk(atom, atom.numbered(over), follow):
+            if origin.eqn and origin.eqn.kind in _PLACES:
+                fact = self._facts.of(origin.eqn.output(origin.k))
+                is_alone = fact.kernels > 0 and not fact.kernels & ~made
+                if is_alone and any(map(is_varied, origin.all_marks)):
+                    self._cut_features |= fact.ends
+        for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
+            if any(map(is_varied, all_marks)):
+                self._cut_features |= self._facts.event(maker)
+        self.chosen &= ~self._cut_features
+
     # Products.
 
     def _product(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
@@ -165,24 +277,66 @@ class Uses:
         i = self._facts.weight_of(eqn) if a.leaves or b.leaves else None
         self._use("elementwise", eqn, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
-            self._note_routers(eqn, facts)
+            i, kernels = modulated(self._graph, self._facts, eqn)
+            if kernels:
+                self._modulated(eqn, i, kernels, facts)
+            else:
+                self._note_routers(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
+        place = inputs[i], eqn.line
         if other.is_onehot:
+            # Rows of ones may be tangents, as of `jax.jacfwd`, after the kernel's use.
+            is_tangent = any(map(jaxprs.is_differentiated, eqn.eqns))
+            if not (is_tangent and place in self._applied):
+                self._use("looked up", eqn, weight)
+            return
+        self._applied.add(place)
+        if self._is_mixed_table(eqn, i, other):
             self._use("looked up", eqn, weight)
             return
+        self._keep_features(eqn, i, inputs[1 - i], other)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
         if other.is_deep and other.sole not in (None, -1):
             self.features.add(other.sole)
 
-    def _weight(self, eqn: Eqn, i: int, experts: set[int]) -> None:
+    def _modulated(
+        self, eqn: Eqn, i: int, kernels: list[Modulated], facts: list[Fact]
+    ) -> None:
+        """Notes kernels that activations scale or mix before a product."""
+        for kernel in kernels:
+            leaves = {*members(self._facts.of(kernel.atom).leaves)}
+            # There the kernel met activations, but not as a gain or a bias.
+            self.notes = [
+                note
+                for note in self.notes
+                if note.eqn is not kernel.eqn or note.number not in leaves
+            ]
+            for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
+                self.chosen |= self._mixers(fact)
+        other = facts[1 - i]
+        experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
+        self._weight(eqn, i, experts, kernels)
+        self.fed |= other.past
+        if other.is_deep and other.sole not in (None, -1):
+            self.features.add(other.sole)
+
+    def _weight(
+        self,
+        eqn: Eqn,
+        i: int,
+        experts: set[int],
+        kernels: Sequence[Modulated] = (),
+    ) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
         to, lead = eqn.to[i], atom.lead
+        window: set[int] = set()
         if eqn.name == "conv_general_dilated":
             kernel = eqn.inputs()[1]
-            inp = eqn.jaxpr_eqn.params["dimension_numbers"].rhs_spec[1]
+            _, inp, *dims = eqn.jaxpr_eqn.params["dimension_numbers"].rhs_spec
+            window = {*dims} if i == 1 else set()
             if (
                 eqn.jaxpr_eqn.params["feature_group_count"] > 1
                 and kernel.shape[inp] == 1
@@ -199,20 +353,54 @@ class Uses:
         def role(d: int) -> str:
             if d in experts or to[d] in stack:
                 return "stack"
-            return "input" if to[d] is None else "output"
+            # A cotangent goes from the outputs of a kernel to its inputs.
+            is_back = eqn.is_slope and d not in window
+            return "input" if (to[d] is None) != is_back else "output"
 
+        dims = [*range(len(atom.shape))]
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
         all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
         all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
-        is_pair = self._facts.of(atom).is_pair
-        for summand in self._reader.scaling.of(atom, all_marks):
+        weights = [(atom, all_marks)]
+        if kernels:
+            over, free = sides_of(eqn, i)
+            dims, of_loops = [*over, *free], []
+            weights = [(x.atom, x.all_marks) for x in kernels]
+        words = [role(d) for d in dims] + ["stack"] * len(of_loops)
+        for weight, all_marks in weights:
+            self._note_weight(eqn, weight, all_marks, words, kind)
+
+    def _note_weight(
+        self,
+        eqn: Eqn,
+        weight: Atom,
+        all_marks: AllMarks,
+        words: Sequence[str],
+        kind: str,
+    ) -> None:
+        """Notes the parameters of a weight; `words` are the roles of its marks."""
+        is_pair = self._facts.of(weight).is_pair
+        summands = self._reader.scaling.of(weight, all_marks)
+        if is_pair:
+            # Without a parameter along what is summed over, as in a window that
+            # diagonal parameters make, no activation is contracted with any.
+            over = [
+                k
+                for k, (word, marks) in enumerate(zip(words, all_marks, strict=True))
+                if word == "input" and is_varied(marks)
+            ]
+            factors = [f for summand in summands for f in summand.factors]
+            if over and not any(varied(f.all_marks[k]) for f in factors for k in over):
+                kind = "elementwise"
+            if kind == "contracted":
+                self._weights |= self._products_in(weight)
+        for summand in summands:
             for f in summand.factors:
                 roles = tuple(
                     dict.fromkeys(
                         (axis, word)
-                        for marks, word in zip(f.all_marks, said, strict=True)
+                        for marks, word in zip(f.all_marks, words, strict=True)
                         for axis in varied(marks)
                     )
                 )
@@ -224,9 +412,28 @@ class Uses:
                 event = self._facts.event(eqn)
                 self.notes.append(Note(used, f.parameter, eqn, event, roles))
 
+    def _products_in(self, atom: Atom) -> set[Eqn]:
+        """Returns the products of parameters in a weight."""
+
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
+
+        made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+        return {eqn for eqn in made if eqn and eqn.is_product}
+
+    def _judged(self, note: Note) -> Note:
+        """Returns a note, or another of a factor whose product is no weight."""
+        if note.kind != "factor" or note.eqn in self._weights:
+            return note
+        is_table = (note.eqn, note.number) in self._tables
+        return note._replace(kind="looked up" if is_table else "elementwise")
+
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
         for atom, own, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
+            if self._is_picked(atom):
+                leaves = members(self._facts.of(atom).leaves)
+                self._tables |= {(eqn, number) for number in leaves}
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [

@@ -46,7 +46,9 @@ def rest(eqn: Any, values: list[np.ndarray]) -> Value:
 def reshape(eqn: Any, values: list[np.ndarray]) -> Value:
     lead, (x,) = len(eqn.frame.lead), values
     old, new = eqn.inputs()[0].shape, eqn.output().shape
-    if math.prod(x.shape[lead:]) > 1 and math.prod((*x.shape[:lead], *old)) > MOST:
+    is_turned = eqn.name == "reshape" and eqn.jaxpr_eqn.params.get("dimensions")
+    is_large = math.prod((*x.shape[:lead], *old)) > MOST
+    if math.prod(x.shape[lead:]) > 1 and (is_turned or is_large):
         return None
     return reshaped(x, lead, old, new)
 

@@ -20,8 +20,13 @@ def verdicts(
     shapes: Sequence[Shape],
     is_float: Sequence[bool],
     frozen: Set[int],
+    choosing: Set[int],
 ) -> list[Verdict]:
-    """Returns one verdict per parameter; those in `frozen` receive no gradient."""
+    """Returns one verdict per parameter.
+
+    Those in `frozen` receive no gradient; of these, those in `choosing` act by indices
+    and comparisons alone.
+    """
     # An axis is also a stack if each of its entries is sliced off for a separate use.
     sliced_axes = {
         (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
@@ -30,7 +35,7 @@ def verdicts(
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.
-    heads = union(out.ends for out in outs) & ~uses.fed
+    heads = union(out.ends for out in outs) & ~uses.fed | uses.last
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
@@ -51,7 +56,10 @@ def verdicts(
             return Verdict(label, None, words or kind, **about)
 
         if i in frozen:
-            return said("frozen", own[0].kind, "its gradient is stopped")
+            words = "its gradient is stopped"
+            if i in choosing:
+                words = "acts by indices and comparisons alone"
+            return said("frozen", own[0].kind, words)
         if "looked up" in of:
             tied = "looked up, tied" if "contracted" in of else ""
             return said("embedding", "looked up", tied)

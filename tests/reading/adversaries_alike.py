@@ -165,7 +165,7 @@ def invariant_points(p, x):
 
 
 INDEXED = one(iq=(D, 4), ik=(D, 4), iw=(D, 1))
-INDEXER = SAYS + "; iq ik 0|1; iw any"
+INDEXER = SAYS + "; iq ik iw frozen"
 
 
 def _index(p, x):

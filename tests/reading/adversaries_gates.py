@@ -58,7 +58,7 @@ def experts_with_a_capacity(p, x):
 
 
 @case(
-    "router router; a b 0|1; head head",
+    "router frozen; a b 0|1; head head",
     weights(router=(D, 2), a=(D, D), b=(D, D), head=(D, C)),
     X,
 )
@@ -69,7 +69,7 @@ def experts_by_a_branch(p, x):
 
 
 @case(
-    "router router; q k v 1|2; o 0|1; head head",
+    "router frozen; q k v 1|2; o 0|1; head head",
     weights(
         router=(D, 2), q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(D, D), head=(D, C)
     ),

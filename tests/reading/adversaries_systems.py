@@ -102,7 +102,7 @@ def inner_gradient_steps(p, x):
     return jax.nn.gelu(x @ moved["up"]) @ moved["head"]
 
 
-@case("up 0|1~1|0~head; out head~vector", weights(up=(D, F), out=(F, 1)), X[:, 0])
+@case("up 0|1; out vector", weights(up=(D, F), out=(F, 1)), X[:, 0])
 def slope_of_an_energy(p, x):
     def energy(x):
         return (jax.nn.softplus(x @ p["up"]) @ p["out"])[0]

@@ -229,7 +229,7 @@ def _latent_attention(query: dict):
 def _sigmoid_router():
     return {
         "weight": Leaf((EXPERTS, D), "router"),
-        "e_score_correction_bias": vector(EXPERTS),
+        "e_score_correction_bias": Leaf((EXPERTS,), "frozen"),  # it only chooses
     }
 
 

@@ -35,6 +35,7 @@ LONG = {
     "softmaxes_of_tiles_joined_by_logarithms",
     "solve_of_a_parameter",
     "sums_over_all_keys_before",
+    "window_of_complex_states",
     "with_a_sink",
 }
 EVERY_DAY = [name for name in list(CASES)[::4] if name not in LONG]
