@@ -17,7 +17,7 @@ from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
 from .marks import distinct, is_varied, Marks, numbered
 from .numbers import Lead
-from .parts import parts_in, scaled_entries, ScaledEntries
+from .parts import parts_in, PICKED, scaled_entries, ScaledEntries
 from .primitives import Kind, moves
 from .rules import shared
 from .scaling import ADDED, Factor, IsLast, never, Sum
@@ -40,6 +40,18 @@ class Pair(NamedTuple):
         """Returns the pair without the parts of one side."""
         whys = [why if j == i else x for j, x in enumerate(self.whys)]
         return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
+
+    def without_picks(self) -> "Pair":
+        """Returns the pair without a side that data picks, if the other can do alone.
+
+        As adapters that are looked up for each example: a clip would have to know which.
+        """
+        sides = self.query, self.key
+        picked = [any(part.why == PICKED for part in side) for side in sides]
+        for i in (0, 1):
+            if picked[i] and sides[1 - i] and not picked[1 - i]:
+                return self.without(i, BY_DATA)
+        return self
 
 
 WHILE = (
@@ -567,12 +579,14 @@ class LayerReader:
             if [] in out:
                 continue  # zeros contribute nothing
             query, key = (*out, None)[:2]
-            pairs.append(Pair(query or [], key or [], whys))
+            pairs.append(Pair(query or [], key or [], whys).without_picks())
         trips = agreed(rows, cells)
         if trips is None:
             return None
         return _Class(cells, trips, pairs, makers, events)
 
+
+BY_DATA = "data picks the parameters that would scale"
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
 

@@ -310,3 +310,21 @@ def one_retrieval_with_a_temperature(p, x):
 @case(HOPFIELD, HEATED, X, attention="said", scaled="heat")
 def three_retrievals_with_a_temperature(p, x):
     return retrieved(p, x, 3)
+
+
+# Adapters of several tasks, looked up for each example.
+
+
+@case(
+    SAYS + "; a b any",
+    one(a=array("a", 4, D, 2), b=array("b", 4, 2, D)),
+    X,
+    jnp.asarray([1, 3]),
+    attention="read",
+)
+def adapters_by_example(p, x, task):
+    """No clip of the query knows whose adapter it scales, so the key takes the whole."""
+    down = jnp.einsum("btd,bdr->btr", x, p["a"][task])
+    q, k, v = qkv(p, x)
+    q = q + cut(jnp.einsum("btr,bre->bte", down, p["b"][task]))
+    return end(p, x, mixed(soft(scores(q, k)), v))
