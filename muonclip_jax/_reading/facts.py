@@ -292,6 +292,7 @@ class Facts(Forward[Fact]):
                 | Kind.BENT
                 | Kind.STEP
                 | Kind.EQUAL
+                | Kind.POOLED
                 | Kind.FOLDED
                 | Kind.LOG_TOTAL
                 | Kind.SCATTERED

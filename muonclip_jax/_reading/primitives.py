@@ -30,7 +30,12 @@ def moves(eqn: Any, k: int) -> Moves:
 
 
 class Kind(enum.Enum):
-    """What a primitive computes. Each pass of the reading treats a kind in one way."""
+    """What a primitive computes. Each pass of the reading treats a kind in one way.
+
+    A kind says in which operands the result is linear, and a pass may look at the
+    parameters that its primitives have: of a gather, of a product of two operands. If
+    no kind fits, a primitive has no row, and the reading names it.
+    """
 
     # Entries of one operand, or of several, as they are:
     SAME = "the same entries, possibly in another dtype, shape or place"
@@ -63,7 +68,8 @@ class Kind(enum.Enum):
     MIXED = "a linear function of all entries along dimensions"
     LOG_TOTAL = "the logarithm of a running sum of exponentials"
     FOLDED = "a product of all entries along dimensions"
-    EXTREME = "a maximum or a minimum, whole or running"
+    EXTREME = "a maximum or a minimum, whole or running, as one subtracts from logits"
+    POOLED = "the maximum or the minimum of each window"
     ORDER = "entries in the order of their values, or their places"
     WINNER = "the place of a maximum or a minimum"
     EXCHANGED = "a sum over devices, or an exchange between them"
@@ -121,8 +127,8 @@ class Row(NamedTuple):
 
     - `names`: the primitives, by their `.name`, separated by spaces.
     - `kind`: what they compute.
-    - `axes`: the dimensions of the operand along which they combine entries.
-    - `moves`: how marks go back from a result to the operands.
+    - `axes`: the dimensions of the first operand along which they combine entries.
+    - `moves`: how marks go back from a result to the operands on which it depends.
     - `value`: how known operands make a known result, as of indices; `None` if the
         reading does not compute it.
     """
@@ -203,7 +209,7 @@ _ROWS = (
     Row(
         "square sqrt rsqrt cbrt expm1 logistic is_finite "
         "erf erfc erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh "
-        "lgamma digamma igamma igammac bessel_i0e bessel_i1e polynomial "
+        "lgamma digamma polygamma zeta igamma igammac bessel_i0e bessel_i1e polynomial "
         "regularized_incomplete_beta eq_to le_to lt_to "
         "shift_left shift_right_logical shift_right_arithmetic population_count",
         Kind.BENT,
@@ -226,6 +232,12 @@ _ROWS = (
     Row("scatter-add scatter_add", Kind.SCATTERED, _none, rules.scatter, None),
     Row("fft", Kind.MIXED, _last, rules.mixing, None),
     Row("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), rules.reduce, None),
+    # The derivative of the maximum of windows. It is linear in its first operand; the
+    # second one only says which entry of a window to take.
+    Row("select_and_gather_add", Kind.MIXED, _windowed, rules.windows, None),
+    # Linear in the operand, but not in the updates, which are no summands: read as a
+    # sum, both factors would be scaled by QK-Clip, and their product twice.
+    Row("scatter-mul", Kind.FOLDED, _none, rules.scatter, None),
     Row("cumprod", Kind.FOLDED, _one("axis"), rules.mixing, None),
     Row("cumlogsumexp", Kind.LOG_TOTAL, _one("axis"), rules.mixing, None),
     Row("reduce_max reduce_min", Kind.EXTREME, _each("axes"), rules.reduce, None),
@@ -233,7 +245,7 @@ _ROWS = (
     Row("cummax cummin", Kind.EXTREME, _one("axis"), rules.mixing, None),
     Row(
         "reduce_window_max reduce_window_min",
-        Kind.EXTREME,
+        Kind.POOLED,
         _windowed,
         rules.windows,
         None,
@@ -255,7 +267,7 @@ _ROWS = (
     Row(
         "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
         "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
-        "ormqr geqp3 hessenberg",
+        "ormqr geqp3 hessenberg cholesky_update",
         Kind.ALGEBRA,
         _none,
         rules.nowhere,

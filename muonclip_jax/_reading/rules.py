@@ -1,8 +1,8 @@
 """How marks go back through each primitive: which entries of its operands contribute.
 
-A rule covers every operand in which a result is linear. Linear for positive factors, as
-a maximum is, is enough: QK-Clip's factors are positive. The table of primitives says
-which rule is whose.
+A rule covers every operand whose entries change a result, linearly or not; the kind of
+a primitive says in which operands it is linear. The table of primitives says which rule
+is whose.
 """
 
 import itertools
@@ -301,11 +301,16 @@ def scatter(op: Op) -> Moves:
     numbers, lead, out = op.params["dimension_numbers"], op.lead, op.out
     index, new = op.eqn.inputs()[1].value, op.ins[2]
     own = numbers.update_window_dims
-    if getattr(numbers, "operand_batching_dims", ()):
-        return [(0, lambda marks: marks), (2, op.through(_same(new, out)))]
+    batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     gone = {*numbers.inserted_window_dims}
-    kept = [d for d in range(len(out)) if d not in gone]
+    kept = [d for d in range(len(out)) if d not in (*gone, *batch[0])]
     at = dict(zip(kept, own, strict=True))
+    if batch[0]:  # as `vmap` makes them: then the places of all other entries are lost
+        rest = [d for d in range(len(new)) if d not in own]
+        whole = {u: d for d, u in at.items() if new[u] == out[d]}
+        whole |= {rest[j]: d for d, j in zip(*batch, strict=True)}
+        to = [whole.get(d) for d in range(len(new))]
+        return [(0, lambda marks: marks), (2, op.through(to))]
     sizes = tuple(new[at[d]] if d in at else 1 for d in range(len(out)))
     rest = [d for d in range(len(new)) if d not in own]
     free = len(rest)
@@ -555,5 +560,5 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
 
 
 def nowhere(op: Op) -> Moves:
-    """Returns no moves: entries of the result are linear in no operand."""
+    """Returns no moves: it hides on which entries a result depends, or on none."""
     return []

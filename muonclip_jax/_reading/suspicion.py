@@ -205,6 +205,7 @@ class _Suspicion(Forward[Taint]):
                 | Kind.POWER
                 | Kind.SOFTCAP
                 | Kind.FOLDED
+                | Kind.POOLED
             ):
                 return out.nonlinear()
             case (

@@ -73,6 +73,16 @@ def patches_of_keys_averaged(p, x):
     return end(p, x, mixed(soft(scores(cut(q), cut(k))), cut(v)))
 
 
+@case(SAYS, one(), X, attention="read")
+def logits_pooled_over_keys(p, x):
+    q, k, v = qkv(p, x)
+    logits, window = scores(q, k), (1, 1, 1, 3)
+    most = jax.lax.reduce_window(
+        logits, -jnp.inf, jax.lax.max, window, (1, 1, 1, 1), "SAME"
+    )
+    return end(p, x, mixed(soft(most), v))
+
+
 # Learned queries, and softmaxes that are summed key by key.
 
 LABELS = "query vector; k v o 0|1; head head"
@@ -323,7 +333,7 @@ def three_retrievals_with_a_temperature(p, x):
     attention="read",
 )
 def adapters_by_example(p, x, task):
-    """No clip of the query knows whose adapter it scales, so the key takes the whole."""
+    """No clip of the query knows whose adapter it scales: the key takes the whole."""
     down = jnp.einsum("btd,bdr->btr", x, p["a"][task])
     q, k, v = qkv(p, x)
     q = q + cut(jnp.einsum("btr,bre->bte", down, p["b"][task]))

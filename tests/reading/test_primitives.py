@@ -12,7 +12,9 @@ from jax import lax
 
 
 X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-PLACES = jnp.asarray([2, 0, 2])
+PLACES = np.asarray([2, 0, 2])
+ORDER = np.asarray([3, 2, 0, 1])
+MIXED = np.asarray([5, 0, 0, 3, 2, 1])
 
 
 def _windows(of, start, size, step, padding, base=(1, 1), dilation=(1, 1)):
@@ -30,6 +32,12 @@ def _convolved(x):
     ).sum(-1)
 
 
+def _slope_of_maxima(at, *args):
+    """Returns the slope along `x` of the maxima of windows of `at(x)`."""
+    maxima = _windows(lax.max, -jnp.inf, *args)
+    return lambda x: jax.jvp(maxima, (at(x),), (x,))[1]
+
+
 #: Functions of a (4, 6) array whose results depend on just the entries with marks.
 EXACT = {
     "add": lambda x: x + x[:1],
@@ -40,10 +48,15 @@ EXACT = {
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, 2), (2, 3)),
     "gather": lambda x: x[jnp.asarray([1])],
     "grouped convolution": _convolved,
+    "polygamma": lambda x: lax.polygamma(jnp.ones_like(x), 1 + x**2),
+    "zeta": lambda x: jax.scipy.special.zeta(2.0, 1 + x**2),
     "pad": lambda x: jnp.pad(x, ((1, 2), (0, 1))),
     "reduce_sum": lambda x: x.sum(0),
     "reshape": lambda x: x.reshape(2, 12),
     "rev": lambda x: jnp.flip(x, 1),
+    "scatter in another order": lambda x: jnp.zeros((4, 6)).at[ORDER].set(x),
+    "scatter-add in another order": lambda x: jnp.ones((4, 6)).at[ORDER].add(x),
+    "scatter-mul": lambda x: x.at[1].multiply(3.0),
     "slice": lambda x: x[1::2, 2:5],
     "split": lambda x: jnp.split(x, 3, 1)[1],
     "squeeze": lambda x: x[:1].squeeze(0),
@@ -66,6 +79,17 @@ AT_MOST = {
     "reduce_prod": lambda x: x.prod(1),
     "scatter-add": lambda x: jnp.zeros((3, 6)).at[jnp.asarray([0, 2, 2, 1])].add(x),
     "scatter-max": lambda x: jnp.zeros((3, 6)).at[jnp.asarray([0, 2, 2, 1])].max(x),
+    "scatter for each row": jax.vmap(lambda x: jnp.zeros(6).at[MIXED].add(x)),
+    "scatter-mul of factors": lambda x: (
+        jnp.ones((5, 6)).at[jnp.asarray([0, 4, 2, 1])].multiply(x, unique_indices=True)
+    ),
+    "scatter of a vmap": lambda x: jax.vmap(lambda y, i: jnp.zeros(6).at[i].add(y))(
+        x, jnp.tile(MIXED, (4, 1))
+    ),
+    "slopes of maxima": _slope_of_maxima(lambda x: X, (2, 3), (2, 1), "SAME"),
+    "slopes of maxima where they are": _slope_of_maxima(
+        lambda x: x, (1, 2), (1, 2), "VALID"
+    ),
     "sort": lambda x: jnp.sort(x, 0),
     "top_k": lambda x: lax.top_k(x, 2)[0],
 }
