@@ -45,7 +45,7 @@ from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
-from muonclip_jax._reading.heads import heads_of
+from muonclip_jax._reading.heads import head_ids, heads_of
 from muonclip_jax._reading.kernels import largest_by_sums
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes

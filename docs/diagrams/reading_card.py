@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from card import ACCENT, Card, COLORS, FAINT, GRAY, INK
-from internals import call_of, Facts, Graph, heads_of, moves, Softmaxes
+from internals import call_of, Facts, Graph, head_ids, heads_of, moves, Softmaxes
 
 import muonclip_jax as mc
 
@@ -76,9 +76,10 @@ def ways_back() -> tuple[Step, list[Step], list[Step]]:
     query, key = (_way_back(graph, product.operand(i), made[i]) for i in (0, 1))
     (layer,) = mc.read_model(loss, params, x).attention
     for side, (leaf,) in ((query, layer.query), (key, layer.key)):
-        marked, _ = heads.head_ids(side[-1].marks)
+        found = head_ids(side[-1].marks, (1 << heads.number) - 1)
         read = leaf.owned(params["qkv"].shape)
-        assert read is not None and np.array_equal(marked, read.head_ids)
+        assert read is not None and found is not None
+        assert np.array_equal(found[0], read.head_ids)
     return Step(product.eqn.output().shape, heads.marks, product.eqn.name), query, key
 
 

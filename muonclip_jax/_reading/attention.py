@@ -279,7 +279,7 @@ class LayerReader:
         )
 
     def _check_loops(self) -> None:
-        """Notes why the trips of loops over layers cannot be told apart, if so."""
+        """Notes why the trips of loops over layers cannot be distinguished, if so."""
         for loop in self.trips.loops:
             frame = self.layer.products[0].frame
             while frame.caller and frame.caller.address != loop.of:
@@ -550,7 +550,7 @@ class LayerReader:
             for t in members(one.trips):
                 layer = self._class(every, one._replace(trips=1 << t))
                 if layer is None:
-                    self.refusals.append("the layers of its loops cannot be told apart")
+                    self.refusals.append("the layers of its loops cannot be distinguished")
                 else:
                     found.append(layer)
         return sorted(found, key=lambda x: [y & -y for y in x.cells])

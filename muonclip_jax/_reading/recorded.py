@@ -18,6 +18,7 @@ from . import jaxprs, kernels
 from .attention import Layer
 from .calls import Call, call_of, check_function
 from .jaxprs import Address
+from .primitives import Kind, kind_of
 from .reading import read_call
 from .sites import Site
 
@@ -238,7 +239,8 @@ class _Recorder:
 
         The equation runs a second time, without biases, on logits of query and key.
         """
-        biases, is_cap = self._way.get(address), eqn.primitive.name == "tanh"
+        biases, kind = self._way.get(address), kind_of(eqn.primitive.name)
+        is_cap = kind is Kind.SOFTCAP
         is_split = any(isinstance(x, _Logits) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
@@ -246,7 +248,7 @@ class _Recorder:
         if is_cap:  # skip tanh: the division by the cap and the product with it cancel
             return [_Logits(*outs, *own)]
         for i in biases:
-            sign = -1 if eqn.primitive.name == "sub" and i == 1 else 1
+            sign = -1 if kind is Kind.DIFFERENCE and i == 1 else 1
             own[i] = without_bias(own[i], sign)
         return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
 

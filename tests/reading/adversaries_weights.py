@@ -51,7 +51,7 @@ def toeplitz_matrices_of_states(p, x):
 def full_matrices_around_diagonal_states(p, x):
     """S5 as a convolution, which mixes inputs and outputs."""
     powers = jnp.exp(-jnp.exp(p["rates"])[:, None] * jnp.arange(T))
-    kernel = jnp.einsum("on,nt,ni->toi", p["c"], powers, p["b"])
+    kernel = jnp.einsum("dn,nt,ni->tdi", p["c"], powers, p["b"])
     padded = jnp.pad(x, ((0, 0), (T - 1, 0), (0, 0)))
     dims = ("NWC", "WOI", "NWC")
     y = jax.lax.conv_general_dilated(
