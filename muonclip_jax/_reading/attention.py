@@ -550,7 +550,8 @@ class LayerReader:
             for t in members(one.trips):
                 layer = self._class(every, one._replace(trips=1 << t))
                 if layer is None:
-                    self.refusals.append("the layers of its loops cannot be distinguished")
+                    why = "the layers of its loops cannot be distinguished"
+                    self.refusals.append(why)
                 else:
                     found.append(layer)
         return sorted(found, key=lambda x: [y & -y for y in x.cells])
