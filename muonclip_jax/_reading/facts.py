@@ -15,7 +15,7 @@ import numpy as np
 from . import jaxprs
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
-from .modulated import modulated
+from .modulated import Modulated, modulated
 from .primitives import Kind
 
 
@@ -124,6 +124,7 @@ class Facts(Forward[Fact]):
         self._bits: dict[Eqn, int] = {}
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
+        self._modulated: dict[Eqn, tuple[int, list[Modulated]]] = {}
         self.own = 0  # events in which a weight is applied to compute its own norm
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
@@ -189,6 +190,16 @@ class Facts(Forward[Fact]):
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
         return self._bits.get(eqn, 0)
+
+    def modulated(self, eqn: Eqn) -> tuple[int, list[Modulated]]:
+        """Returns the operand of a product that is a kernel times activations."""
+        if eqn in self._modulated:
+            return self._modulated[eqn]
+        result = modulated(self.graph, self, eqn)
+        # In a loop, the facts of later equations of a trip may still grow.
+        if not any(x.is_loop for x in eqn.frame.lead):
+            self._modulated[eqn] = result
+        return result
 
     def before(self, events: int) -> int:
         """Returns the events that the given events depend on, without themselves."""
@@ -341,7 +352,7 @@ class Facts(Forward[Fact]):
             # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
-            _, kernels = modulated(self.graph, self, eqn)
+            _, kernels = self.modulated(eqn)
             if kernels:
                 # As without the activations that scale the kernel.
                 leaves = union(self.of(x.atom).leaves for x in kernels)

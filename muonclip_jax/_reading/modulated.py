@@ -4,6 +4,7 @@ In StyleGAN 2, `x @ (kernel * style)` has another kernel for each example. Its w
 an activation, as `style` is, but the parameter in it is used as without the style.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,11 +76,20 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
     atom, found = eqn.inputs()[i], []
     over, free = _marks_of(eqn, i)
 
-    def sides(x: Atom, all_marks: AllMarks) -> tuple[bool, bool]:
+    # Operands that are kernels, or are none, on the condition that the way is not lost.
+    unchecked: list[tuple[Atom, AllMarks, bool]] = []
+
+    def sides(all_marks: AllMarks, copies: Sequence[int] = ()) -> tuple[bool, bool]:
         """Whether entries differ along the sides of the weight."""
-        copies = [x.lead + d for d in graph.copied(x)]
         varies = [is_varied(union_along(marks, copies)) for marks in all_marks]
         return any(varies[: len(over)]), any(varies[len(over) :])
+
+    def sides_in(x: Atom, all_marks: AllMarks) -> tuple[bool, bool]:
+        return sides(all_marks, [x.lead + d for d in graph.copied(x)])
+
+    def has_both(x: Atom, all_marks: AllMarks) -> bool:
+        # To find copies takes long.
+        return all(sides(all_marks)) and all(sides_in(x, all_marks))
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
         if (of := origin.eqn) is None:
@@ -95,7 +105,7 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
                 raise _Lost
         marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
         if of.is_product and (k := facts.weight_of(of)) is not None:
-            if not all(sides(inputs[k], marks[k])):
+            if not has_both(inputs[k], marks[k]):
                 raise _Lost
             found.append(Modulated(of, k, marks[k], is_mixed=True))
             return []
@@ -105,14 +115,24 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
             raise _Lost
         if len(back) == 1 and values[min(back)].is_deep:
             return [(k, None) for k in back]
-        has = {k: sides(inputs[k], marks[k]) for k in back}
-        both = [k for k in back if all(has[k])]
-        if is_scaled and (len(both) != 1 or (of.kind is Kind.QUOTIENT and both != [0])):
-            raise _Lost
+        if is_scaled:
+            # One operand alone has both sides: by one, the other is known. Most ways
+            # are lost further back, so the other is looked at in the end.
+            first = next((k for k in back if values[k].is_weight), max(back))
+            is_first = has_both(inputs[first], marks[first])
+            others = [k for k in back if k != first]
+            unchecked.extend((inputs[k], marks[k], not is_first) for k in others)
+            both = [first] if is_first else others
+            if not both or (of.kind is Kind.QUOTIENT and both != [0]):
+                raise _Lost
+        else:
+            both = [k for k in back if has_both(inputs[k], marks[k])]
         ways: list[tuple[int, None]] = []
         for k in both:
             if values[k].is_weight:
-                is_mixed = of.kind is Kind.PRODUCT and not any(has[1 - k])
+                is_mixed = of.kind is Kind.PRODUCT and not any(
+                    sides_in(inputs[1 - k], marks[1 - k])
+                )
                 found.append(Modulated(of, k, marks[k], is_mixed))
             elif values[k].is_deep:
                 ways.append((k, None))
@@ -121,4 +141,6 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         return ways
 
     graph.back(atom, (*over, *free), ahead)
+    if found and any(has_both(x, marks) != is_one for x, marks, is_one in unchecked):
+        raise _Lost
     return found

@@ -12,7 +12,7 @@ from .facts import Fact, is_lookup, members, union
 from .graph import AllMarks, Atom, Eqn, Origin
 from .makers import Makers
 from .marks import dimensions, is_varied, marks_along, numbered, varied
-from .modulated import Modulated, modulated, sides_of
+from .modulated import Modulated, sides_of
 from .primitives import Kind, moves
 from .softmaxes import Softmaxes
 
@@ -277,7 +277,7 @@ class Uses:
         i = self._facts.weight_of(eqn) if a.leaves or b.leaves else None
         self._use("elementwise", eqn, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
-            i, kernels = modulated(self._graph, self._facts, eqn)
+            i, kernels = self._facts.modulated(eqn)
             if kernels:
                 self._modulated(eqn, i, kernels, facts)
             else:
