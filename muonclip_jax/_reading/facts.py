@@ -128,6 +128,7 @@ class Facts(Forward[Fact]):
         self.own = 0  # events in which a weight is applied to compute its own norm
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
+        self._has_slopes = False
         inputs = [
             Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens)
             if i in graph.parameters
@@ -141,7 +142,8 @@ class Facts(Forward[Fact]):
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
         found = super().inputs(eqn)
-        return found if eqn.is_slope else [*map(_seen, found)]
+        is_seen = not self._has_slopes or eqn.is_slope
+        return found if is_seen else [*map(_seen, found)]
 
     def _unused(self) -> list[Fact]:
         """Returns the facts of values that a loss does not use, but differentiates."""
@@ -226,7 +228,8 @@ class Facts(Forward[Fact]):
         elif eqn.kind is Kind.ORDER:  # what is sorted by keys has no gradient for them
             by = self.inputs(eqn)[eqn.outputs().index(atom)]
             value = value._replace(trained=by.trained)
-        if eqn.is_slope and value.is_deep:
+        if value.is_deep and eqn.is_slope:
+            self._has_slopes = True
             self.sloped |= value.trained
             value = value._replace(is_slope=True)
         return value
