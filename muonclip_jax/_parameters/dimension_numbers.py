@@ -273,7 +273,10 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
     same of a leaf, and a mask changes nothing. A leaf that names leave open, too, is a
     vector that the user is asked about.
     """
-    if all(use.is_known and use.kind != "elementwise" for use in read):
+    if not any(
+        use.kind == "elementwise" and names.is_layer(path) if use.is_known else True
+        for path, _, use in tree.rows(read)
+    ):
         return [*read]
     named, verdicts = ByNames(tree).verdicts(), []
     for path, _, use in tree.rows(read):

@@ -128,7 +128,7 @@ class Facts(Forward[Fact]):
         self.own = 0  # events in which a weight is applied to compute its own norm
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
-        self._has_slopes = False
+        self.has_slopes = False  # whether any value is of a backward pass
         inputs = [
             Fact(1 << i, 1 << i, 1 << i, is_deep=i in tokens)
             if i in graph.parameters
@@ -142,7 +142,7 @@ class Facts(Forward[Fact]):
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
         found = super().inputs(eqn)
-        is_seen = not self._has_slopes or eqn.is_slope
+        is_seen = not self.has_slopes or eqn.is_slope
         return found if is_seen else [*map(_seen, found)]
 
     def _unused(self) -> list[Fact]:
@@ -229,7 +229,7 @@ class Facts(Forward[Fact]):
             by = self.inputs(eqn)[eqn.outputs().index(atom)]
             value = value._replace(trained=by.trained)
         if value.is_deep and eqn.is_slope:
-            self._has_slopes = True
+            self.has_slopes = True
             self.sloped |= value.trained
             value = value._replace(is_slope=True)
         return value

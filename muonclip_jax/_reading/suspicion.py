@@ -128,7 +128,7 @@ class _Suspicion(Forward[Taint]):
 
     def inputs(self, eqn: Eqn) -> list[Taint]:
         taints = super().inputs(eqn)
-        if eqn.is_slope:
+        if not self._facts.has_slopes or eqn.is_slope:
             return taints
         # What a backward pass returns is data elsewhere, as in `Facts.of`.
         is_slope = (self._facts.value(x).is_slope for x in eqn.inputs())
