@@ -35,6 +35,7 @@ _OPAQUE = (
 # Code between a user's line and JAX: frameworks, not models. Each has a name that it
 # exports, which a user's own module called `optax` or `keras` lacks.
 _FRAMEWORKS = {
+    "jax": "jit",
     "flax": "core",
     "haiku": "transform",
     "equinox": "Module",
@@ -287,7 +288,7 @@ def _framework_folders() -> tuple[str, ...]:
     """Returns where the frameworks are that have been imported, and this package.
 
     A name of a folder says nothing: users have folders called `jax` and `flax`. JAX
-    leaves out its own frames and those of the standard library.
+    leaves out the standard library and its own frames, but for its Pallas kernels.
     """
     modules = [sys.modules[_HERE]]
     for name, exported in _FRAMEWORKS.items():
