@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import assert_never, NamedTuple
+from typing import Any, assert_never, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,7 +138,7 @@ class Facts(Forward[Fact]):
         self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
 
     def of(self, atom: Atom) -> Fact:
-        return _seen(super().of(atom))
+        return _seen(self.value(atom))
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
         found = super().inputs(eqn)
@@ -150,13 +150,14 @@ class Facts(Forward[Fact]):
         found: list[Fact] = []
         frames = [self.graph.top]
         for frame in frames:
+            frames += (inner for eqn in frame.live for inner in eqn.inside)
+            eqns = [x for x in frame.live if jaxprs.is_differentiated(x.jaxpr_eqn)]
+            if not eqns:
+                continue
             used = {id(x.var) for eqn in frame.live for x in eqn.inputs()}
             used |= {id(x.var) for x in frame.outputs}
-            for eqn in frame.live:
-                frames += eqn.inside
-                if jaxprs.is_differentiated(eqn.jaxpr_eqn):
-                    made = (x for x in eqn.outputs() if id(x.var) not in used)
-                    found += [self.of(x) for x in made if self.of(x).leaves]
+            made = (x for eqn in eqns for x in eqn.outputs() if id(x.var) not in used)
+            found += [self.of(x) for x in made if self.of(x).leaves]
         return found
 
     def event(self, eqn: Eqn) -> int:
@@ -503,7 +504,12 @@ def is_lookup(eqn: Eqn) -> bool:
 
 def is_inexact(atom: Atom) -> bool:
     """Whether a variable has a gradient: it holds no integers, masks or keys."""
-    return jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
+    return _is_inexact(atom.var.aval.dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_choice(eqn: Eqn, atom: Atom) -> bool:

@@ -161,7 +161,8 @@ def is_statistic(eqn: Any) -> bool:
 
 def _transforms(eqn: Any) -> list[str]:
     """Returns the transformations of JAX that made an equation, outermost first."""
-    stack = eqn.source_info.name_stack.stack
+    if not (stack := eqn.source_info.name_stack.stack):  # the common case, fast
+        return []
     return [x.name for x in stack if isinstance(x, source_info_util.Transform)]
 
 
