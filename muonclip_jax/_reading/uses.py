@@ -79,6 +79,10 @@ class Uses:
         # Events whose outputs a weight takes as features, though an order cuts them.
         self._cut_features = 0
         self._picked: dict[Atom, bool] = {}  # see `_is_picked`
+        self._has_picked = any(
+            is_lookup(eqn) and not self._facts.of(eqn.output()).is_deep
+            for eqn in reader.equations
+        )
         # Products of parameters that are weights of later products, or are looked up.
         self._weights: set[Eqn] = set()
         # Products of parameters, with those that indices picked from tables.
@@ -177,6 +181,8 @@ class Uses:
         def follow(eqn: Eqn, k: int) -> list[int]:
             return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
 
+        if not self._has_picked:
+            return False
         if atom not in self._picked:
             made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
             self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
