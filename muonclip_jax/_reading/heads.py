@@ -157,7 +157,9 @@ def _makers(
     for s in scaling.of(atom, own, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
         made = [f for f in kernels if is_near(f.all_marks)]
-        apart = [f for f in made if any(map(is_varied, f.all_marks[: of_over.start]))]
+        near = [f for f in s.factors if is_near(f.all_marks)] if made else []
+        apart = [f for f in near if any(map(is_varied, f.all_marks[: of_over.start]))]
+        apart.sort(key=lambda f: not f.is_kernel)  # a kernel before its bias
         yield from (apart or made or kernels or s.factors)[:1]
 
 

@@ -134,7 +134,6 @@ MVIT_BY_MEANS = _mvit_by(lambda p, name: _average)
 MVIT_BY_MAXIMA = _mvit_by(lambda p, name: _maximum)
 MVIT_BY_WINDOWS = _mvit_by(
     lambda p, name: functools.partial(_windows, kernel=p[f"pool_{name}"]),
-    (("pool_q",), ("pool_k",)),
     **{f"pool_{n}": vector(3, 3, 1, D // H) for n in "qkv"},
 )
 
