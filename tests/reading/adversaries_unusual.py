@@ -270,8 +270,9 @@ def weights_of_one_bit_with_a_derivative_of_their_own(p, x):
     return end(p, x, mixed(step_of(scores(q, k)), v))
 
 
-@case("q k any; v o 0|1; head head", one(), X, attention="named")
+@case("q k frozen; v o 0|1; head head", one(), X, attention="maybe")
 def values_of_the_greatest_logit(p, x):
+    """Query and key only choose, and get no gradient."""
     q, k, v = qkv(p, x)
     nearest = jax.nn.one_hot(scores(q, k).argmax(-1), T)
     return end(p, x, mixed(nearest, v))

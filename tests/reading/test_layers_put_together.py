@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import few
 
 import muonclip_jax as mc
 
@@ -482,7 +483,11 @@ def inputs_of(name: str, way: Way, params: Any, h: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", WAYS)
+#: Cheap ways of each kind: orders, joins, loops, indices, and shared leaves.
+EVERY_DAY = [name for name in list(WAYS)[1::2] if name not in ("many layers", "groups")]
+
+
+@pytest.mark.parametrize("name", few(WAYS, *EVERY_DAY))
 def test_each_layer_and_head_has_its_number_and_its_clip(name: str):
     way, x = WAYS[name], jax.random.normal(jax.random.key(1), (B, T, D))
     params = way.params(jax.random.key(0))
@@ -585,6 +590,7 @@ def test_layers_that_cannot_be_told_apart_are_refused():
             mc.muonclip(1e-2, model=reading)
 
 
+@pytest.mark.more
 def test_blocks_of_nnx_that_are_stacked_when_they_run():
     nnx = pytest.importorskip("flax.nnx")
 

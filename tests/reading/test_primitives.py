@@ -112,7 +112,7 @@ def _marked(fun, x):
 
 
 def _depends(fun, x):
-    slopes = jax.jacrev(fun)(x)
+    slopes = jax.jit(jax.jacrev(fun))(x)
     return np.asarray(slopes).reshape(-1, *x.shape) != 0
 
 
