@@ -8,7 +8,7 @@ known numbers. `graph` finds the equation that made a variable, through loops an
 `numbers` the indices that are known, and `facts` what each is made of. From there marks
 are followed back (`marks`): from the softmax to the parameters that scale its logits
 (`softmaxes`, `heads`, `scaling`, `cells`, `parts`, `attention`) and from every product
-to the axes of its weight (`uses`). Of what was noted, verdicts are given (`verdicts`).
-Fused attention is read by its rule (`kernels`). `recorded` runs the jaxpr again, with
-the maximum of the logits where they enter the softmax (`sites`).
+to the axes of its weight (`uses`). `verdicts` gives each parameter its label by what
+was noted. Fused attention is read by its rule (`kernels`). `recorded` runs the jaxpr
+again, with the maximum of the logits where they enter the softmax (`sites`).
 """

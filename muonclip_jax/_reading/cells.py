@@ -190,10 +190,11 @@ def varied_loops(found: Sum, loops: Sequence[Lead]) -> list[Lead]:
     The marks of factors are those of heads, then those of each loop.
     """
     factors = [f for s in found for f in s.factors]
+    trips = [union(distinct(numbered(1, 0, x.size))) for x in loops]
     return [
         loop
-        for i, loop in enumerate(loops, 1)
-        if any(is_apart(f.all_marks[i], numbered(1, 0, loop.size)) for f in factors)
+        for i, (loop, every) in enumerate(zip(loops, trips, strict=True), 1)
+        if any(is_apart(f.all_marks[i], every) for f in factors)
     ]
 
 

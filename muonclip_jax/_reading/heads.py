@@ -53,9 +53,18 @@ def head_ids(marks: Marks, heads: int) -> tuple[np.ndarray, int] | None:
     return owner, len(set(numbers.values()))
 
 
-def is_apart(marks: Marks, whole: Marks) -> bool:
-    """Whether entries of a parameter are for some of all marks only."""
-    return is_varied(marks) or union(distinct(marks)) not in (0, union(distinct(whole)))
+def is_apart(marks: Marks, covered: int) -> bool:
+    """Whether entries of a parameter are for some marks only, and others for the rest.
+
+    `covered` are the marks of all parameters. Where no parameter has entries, as in
+    padding, there is no other head.
+    """
+    return is_varied(marks) or union(distinct(marks)) not in (0, covered)
+
+
+def _covered(makers: Sequence[Factor], i: int) -> int:
+    """Returns the union of the marks of all factors along one axis."""
+    return union(mark for f in makers for mark in distinct(f.all_marks[i]))
 
 
 class Refused(Exception):
@@ -100,9 +109,10 @@ def _axes_of(
     # pass follows its operand to the kernel before.
     for stops in (True, False):
         for i in order if not chosen else ():
-            makers = _makers(scaling, product, i, all_marks, stops)
+            makers = [*_makers(scaling, product, i, all_marks, stops)]
+            covered = [_covered(makers, j) for j in range(len(sizes))]
             either = {*sizes} - product.free[i] - loops
-            found = [(f, _along(sizes, loops, either, f.all_marks)) for f in makers]
+            found = [(f, _along(sizes, loops, either, covered, f)) for f in makers]
             of_kernels = [axes for f, axes in found if f.is_kernel]
             known = of_kernels or [axes - product.free[i] for _, axes in found]
             chosen |= set.intersection(*known) if known else set()
@@ -121,8 +131,9 @@ def _classes(
     sides = [i for i in order if is_varied(product.side(i, marks))]
     for stops in (True, False):
         for i in sides if not signs else ():
-            for f in _makers(scaling, product, i, (marks,), stops):
-                if is_apart(f.all_marks[0], marks):
+            makers = [*_makers(scaling, product, i, (marks,), stops)]
+            for f in makers:
+                if is_apart(f.all_marks[0], _covered(makers, 0)):
                     of = sorted(distinct(f.all_marks[0]))
                     signs += [bits_of(mark, count) for mark in of]
     if not signs:
@@ -164,7 +175,11 @@ def _makers(
 
 
 def _along(
-    axes: dict[int, int], loops: set[int], either: set[int], all_marks: AllMarks
+    axes: dict[int, int],
+    loops: set[int],
+    either: set[int],
+    covered: Sequence[int],
+    factor: Factor,
 ) -> set[int]:
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
@@ -175,11 +190,11 @@ def _along(
     entry there.
     """
     own: dict[int, Marks] = {}
-    for (a, size), x in zip(axes.items(), all_marks, strict=False):
-        whole = numbered(1, 0, size)
-        is_one = distinct(x) <= distinct(whole)
+    rows = zip(axes.items(), factor.all_marks, covered, strict=False)
+    for (a, size), x, of_all in rows:
+        is_one = distinct(x) <= distinct(numbered(1, 0, size))
         if is_varied(x) or (
-            is_apart(x, whole) and a not in loops and (is_one or a in either)
+            is_apart(x, of_all) and a not in loops and (is_one or a in either)
         ):
             own[a] = x
     of_loops = [x for a, x in own.items() if a in loops]
