@@ -226,7 +226,9 @@ NORMALIZED = {
     "squared_relus_divided_by_their_sum",
     "sparsemax_by_a_threshold",
 }
-NAMED = {"sigmoids", "squared_relus"}
+NAMED = {"sigmoids", "squared_relus"} | {
+    name for name, case in CASES.items() if case.attention == "named"
+}
 
 
 def every_case():
