@@ -192,10 +192,10 @@ def _along(
     own: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)
     for (a, size), x, of_all in rows:
-        is_one = distinct(x) <= distinct(numbered(1, 0, size))
-        if is_varied(x) or (
-            is_apart(x, of_all) and a not in loops and (is_one or a in either)
-        ):
+        is_some = a not in loops and is_apart(x, of_all)  # marks are for some entries
+        if is_some and not is_varied(x) and a not in either:
+            is_some = distinct(x) <= distinct(numbered(1, 0, size))
+        if is_some or is_varied(x):
             own[a] = x
     of_loops = [x for a, x in own.items() if a in loops]
     return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}

@@ -51,11 +51,6 @@ _FRAMEWORKS = {
 _HERE = __name__.partition(".")[0]
 
 
-def names(words: str) -> frozenset[str]:
-    """Returns the names in a string, separated by spaces."""
-    return frozenset(words.split())
-
-
 class Inner(NamedTuple):
     """A jaxpr that an equation runs, with the values that it closes over."""
 

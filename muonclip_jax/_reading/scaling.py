@@ -49,8 +49,8 @@ Sum = tuple[Summand, ...]
 
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
-# Arrays that are put together, as separate layers are, are no longer sum, since each
-# entry has summands of one of them. Of such there may be more.
+# Arrays that are put together, as separate layers are, make no long sum: each entry has
+# the summands of one array. The search follows more arrays than summands.
 _MOST_SUMMANDS = 12
 _MOST_APART = 1 << 13
 

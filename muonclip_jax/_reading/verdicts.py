@@ -24,8 +24,8 @@ def verdicts(
 ) -> list[Verdict]:
     """Returns one verdict per parameter.
 
-    Those in `frozen` receive no gradient; of these, those in `choosing` act by indices
-    and comparisons alone.
+    Parameters in `frozen` receive no gradient. A frozen one that is in `choosing`, too,
+    acts by indices and comparisons alone.
     """
     # An axis is also a stack if each of its entries is sliced off for a separate use.
     sliced_axes = {
