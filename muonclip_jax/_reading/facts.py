@@ -138,12 +138,15 @@ class Facts(Forward[Fact]):
         self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
 
     def of(self, atom: Atom) -> Fact:
-        return _seen(self.value(atom))
+        """Returns the fact about a variable, as it is outside of backward passes."""
+        fact = self._of.get(atom, self._nothing)
+        return DATA if fact.is_slope else fact
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
         found = super().inputs(eqn)
-        is_seen = not self.has_slopes or eqn.is_slope
-        return found if is_seen else [*map(_seen, found)]
+        if self.has_slopes and not eqn.is_slope:
+            return [*map(_seen, found)]
+        return found
 
     def _unused(self) -> list[Fact]:
         """Returns the facts of values that a loss does not use, but differentiates."""

@@ -101,6 +101,12 @@ class Eqn:
         self._inputs = [frame.atom(x) for x in self.jaxpr_eqn.invars]
         self._outputs = [frame.atom(x) for x in self.jaxpr_eqn.outvars]
         self.known_moves: dict[int, Moves] = {}  # see `moves`
+        # Whether this is of the backward pass of a derivative, as forces are. There
+        # kernels are applied to cotangents, from their outputs to their inputs. The
+        # part of the network that `jax.checkpoint` computes again is none of it.
+        self.is_slope = jaxprs.is_transposed(self.jaxpr_eqn)
+        if frame.caller is not None and frame.caller.is_slope:
+            self.is_slope |= not jaxprs.is_recomputed(self.jaxpr_eqn)
         # The frames of its jaxprs: one for each branch, or one for a call or loop.
         self.inside = list(_frames_in(self))
 
@@ -131,19 +137,6 @@ class Eqn:
     @functools.cached_property
     def line(self) -> str:
         return jaxprs.line(self.eqns)
-
-    @functools.cached_property
-    def is_slope(self) -> bool:
-        """Whether this is of the backward pass of a derivative, as forces are.
-
-        There kernels are applied to cotangents, from their outputs to their inputs. The
-        part of the network that `jax.checkpoint` computes again is none of it.
-        """
-        if jaxprs.is_transposed(self.jaxpr_eqn):
-            return True
-        caller = self.frame.caller
-        is_inside = caller is not None and caller.is_slope
-        return is_inside and not jaxprs.is_recomputed(self.jaxpr_eqn)
 
     @functools.cached_property
     def to(self) -> list[list[int | None]]:

@@ -47,8 +47,8 @@ _FRAMEWORKS = {
     "penzai": "core",
     "keras": "Model",
     "tokamax": "dot_product_attention",
+    __name__.partition(".")[0]: "read_model",
 }
-_HERE = __name__.partition(".")[0]
 
 
 class Inner(NamedTuple):
@@ -156,14 +156,16 @@ def is_statistic(eqn: Any) -> bool:
 
 def _transforms(eqn: Any) -> list[str]:
     """Returns the transformations of JAX that made an equation, outermost first."""
-    if not (stack := eqn.source_info.name_stack.stack):  # the common case, fast
-        return []
+    stack = eqn.source_info.name_stack.stack
     return [x.name for x in stack if isinstance(x, source_info_util.Transform)]
 
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an equation is of a function that JAX differentiates, or its tangent."""
-    return "jvp" in _transforms(eqn) and not is_transposed(eqn)
+    if not eqn.source_info.name_stack.stack:  # the common case, fast
+        return False
+    made = _transforms(eqn)
+    return "jvp" in made and not _is_backward(made)
 
 
 def is_transposed(eqn: Any) -> bool:
@@ -171,7 +173,12 @@ def is_transposed(eqn: Any) -> bool:
 
     What `jax.linear_transpose` makes is none: there the transpose is the function.
     """
-    made = _transforms(eqn)
+    if not eqn.source_info.name_stack.stack:  # the common case, fast
+        return False
+    return _is_backward(_transforms(eqn))
+
+
+def _is_backward(made: list[str]) -> bool:
     return "transpose" in made and "jvp" in made[made.index("transpose") :]
 
 
@@ -274,25 +281,24 @@ def line(eqns: Eqns) -> str:
     ]
     if not frames:
         return "?"
-    folders = _framework_folders()
-    outside = (f for f in frames if not f.file_name.startswith(folders))
+    outside = (f for f in frames if not _is_of_framework(f.file_name))
     frame = next(outside, frames[0])
     return f"{frame.file_name.replace(chr(92), '/').split('/')[-1]}:{frame.start_line}"
 
 
-def _framework_folders() -> tuple[str, ...]:
-    """Returns where the frameworks are that have been imported, and this package.
+def _is_of_framework(file: str) -> bool:
+    """Whether a file is of a framework that has been imported, or of this package.
 
-    A name of a folder says nothing: users have folders called `jax` and `flax`. JAX
+    A folder's name alone says nothing: users have folders called `jax` and `flax`. JAX
     leaves out the standard library and its own frames, but for its Pallas kernels.
     """
-    modules = [sys.modules[_HERE]]
-    for name, exported in _FRAMEWORKS.items():
+    for name in _FRAMEWORKS.keys() & file.replace(chr(92), "/").split("/"):
         module = sys.modules.get(name)
-        if module is not None and exported in vars(module):
-            modules.append(module)
-    paths = [path for module in modules for path in getattr(module, "__path__", ())]
-    return tuple(os.path.join(path, "") for path in paths)
+        if module is not None and _FRAMEWORKS[name] in vars(module):
+            folders = getattr(module, "__path__", ())
+            if file.startswith(tuple(os.path.join(x, "") for x in folders)):
+                return True
+    return False
 
 
 # Binding an equation again, for the recorder.

@@ -37,6 +37,8 @@ def nothing(marks: Marks) -> Any:
 
 def is_empty(marks: Marks) -> bool:
     """Whether no entry has a mark."""
+    if marks.size and marks.item(0) != nothing(marks):  # the common case, fast
+        return False
     return not (marks if nothing(marks) == 0 else marks > -np.inf).any()
 
 
@@ -82,8 +84,13 @@ def distinct(marks: Marks) -> set[int]:
 
 def is_varied(marks: Marks) -> bool:
     """Whether entries have different marks; entries without a mark do not count."""
+    if marks.size < 2:
+        return False
+    first, last = marks.item(0), marks.item(-1)
+    if first and last and first != last:  # the common case, fast
+        return True
     if marks.dtype.kind == "O":
-        return marks.size > 1 and len(distinct(marks)) > 1
+        return len(distinct(marks)) > 1
     marked = marks[marks != 0]
     return marked.size > 1 and bool((marked != marked[0]).any())
 
@@ -96,7 +103,11 @@ def varied(marks: Marks) -> list[int]:
 
 def small(marks: Marks) -> Marks:
     """Returns the marks with one entry along axes where all entries are the same."""
-    for axis, n in enumerate(marks.shape if marks.size > 1 else ()):
+    if marks.size < 2:
+        return marks
+    for axis, n in enumerate(marks.shape):
+        if n == marks.size and marks.item(0) != marks.item(-1):
+            return marks  # the common case, fast
         if n > 1:
             first = marks[(*[slice(None)] * axis, slice(1))]
             if (marks == first).all():
@@ -117,14 +128,21 @@ def numbered(rank: int, axis: int, size: int, exact: bool = False) -> Marks:
     mark of one. They show in 64 bits where marks vary, too long for one bit per
     entry.
     """
+    shape = [size if i == axis else 1 for i in range(rank)]
     if exact:
         marks = np.empty(size, object)
         marks[:] = [1 << i for i in range(size)]
-    else:
-        numbers, marks = np.arange(size), np.zeros(size, np.int64)
-        for digit in range(max(1, (size - 1).bit_length())):
-            marks |= 1 << (2 * digit + (numbers >> digit & 1))
-    return marks.reshape([size if i == axis else 1 for i in range(rank)])
+        return marks.reshape(shape)
+    return _numbers(size).reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(size: int) -> Marks:
+    numbers, marks = np.arange(size), np.zeros(size, np.int64)
+    for digit in range(max(1, (size - 1).bit_length())):
+        marks |= 1 << (2 * digit + (numbers >> digit & 1))
+    marks.flags.writeable = False
+    return marks
 
 
 def total(marks: Marks) -> int:

@@ -4,6 +4,7 @@ A case is a function whose author marks where its logits enter the softmax, and 
 what an expert would call each leaf. All else is found by running it op by op.
 """
 
+import dataclasses
 import fnmatch
 import functools
 import re
@@ -11,13 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
 import muonclip_jax as mc
 
 
-class Case(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
     """A function, its arguments, and what is true of it.
 
     `labels`: `"q k v 0|12; o 01|2; bias vector"`, patterns of paths and then a label;
@@ -84,8 +87,39 @@ def noted(logits, heads: Any = -3, layer: str = "", merge: str = "rows", unit=1.
     return logits
 
 
+@functools.lru_cache(maxsize=1)
+def _program(case: Case) -> tuple[list[Noted], Callable[..., Any]] | None:
+    """What is noted, and one program that computes its logits, its loops unrolled.
+
+    It is compiled once a case, and faster than its many ops one by one. None where the
+    length of a loop or a branch depends on numbers.
+    """
+    noted: list[Noted] = []
+
+    def logits(params, args):
+        _OPEN.append([])
+        try:
+            (case.plain or case.fun)(params, *args)
+            noted[:] = _OPEN[-1]
+            return [note.logits for note in noted]
+        finally:
+            _OPEN.pop()
+
+    try:
+        with jax.disable_jit():
+            jaxpr = jax.make_jaxpr(logits)(case.params, case.args)
+    except (jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError):
+        return None
+    program = jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))
+    return noted, lambda params: program(*jax.tree.leaves((params, case.args)))
+
+
 def notes(case: Case, params: Any) -> list[Noted]:
-    """What a run notes, loops and all, op by op."""
+    """What a run notes, loops and all."""
+    if program := _program(case):
+        noted, logits = program
+        values = zip(noted, logits(params), strict=True)
+        return [note._replace(logits=x) for note, x in values]
     _OPEN.append([])
     try:
         with jax.disable_jit():
@@ -161,17 +195,6 @@ def _axes(x: Any) -> Any:
     return [np.atleast_1d(side).tolist() for side in (x.reduction_axis, x.output_axis)]
 
 
-def total(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A scalar that every entry of every output moves."""
-
-    @functools.wraps(fun)
-    def summed(*args):
-        outs = [x for x in jax.tree.leaves(fun(*args)) if _is_float(x)]
-        return sum(jnp.sum(jnp.sin(x + 0.3)) for x in outs)
-
-    return summed
-
-
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
@@ -186,8 +209,20 @@ def _differ(a: Any, b: Any, share: float) -> bool:
     )
 
 
-def gradients(fun: Callable[..., Any], case: Case) -> Any:
-    return jax.grad(total(fun), allow_int=True)(case.params, *case.args)
+def run(fun: Callable[..., Any], case: Case) -> tuple[Any, Any, Any]:
+    """The outputs and statistics of `fun`, and gradients that every output moves.
+
+    One program: op by op, the compiler is asked for every derivative of every op.
+    """
+
+    def total(params, *args):
+        outs, stats = fun(params, *args)
+        moved = [x for x in jax.tree.leaves(outs) if _is_float(x)]
+        return sum(jnp.sum(jnp.sin(x + 0.3)) for x in moved), (outs, stats)
+
+    derivative = jax.jit(jax.grad(total, allow_int=True, has_aux=True))
+    grads, (outs, stats) = derivative(case.params, *case.args)
+    return outs, stats, grads
 
 
 def verdict_of(case: Case) -> Verdict:
@@ -218,8 +253,8 @@ def _judged(case: Case) -> Verdict:
     faults = label_faults(case, reading)
     labels = by_path(mc.param_labels(case.params, model=reading))
     seen = rows or "frozen" in labels.values()
-    mine = gradients(case.fun, case) if seen else {}
-    for path, g in by_path(mine).items():
+    outs, _, grads = run(lambda *a: (case.fun(*a), {}), case) if seen else ({}, {}, {})
+    for path, g in by_path(grads).items():
         # A gradient that is not zero: the leaf is not frozen, whoever says so.
         if labels[path] == "frozen" and _is_float(g) and np.any(np.asarray(g) != 0):
             faults.append(f"{path} is frozen, but has a gradient")
@@ -233,7 +268,7 @@ def _judged(case: Case) -> Verdict:
             return Verdict("late", f"muon.init: {error}")
     if not rows:
         return _without_attention(case, reading, said)
-    return _with_attention(case, reading, rows, mine, said)
+    return _with_attention(case, reading, rows, outs, grads, said)
 
 
 def _without_attention(case: Case, reading: Any, said: list[str]) -> Verdict:
@@ -253,7 +288,12 @@ def _without_attention(case: Case, reading: Any, said: list[str]) -> Verdict:
 
 
 def _with_attention(
-    case: Case, reading: Any, rows: list[np.ndarray], mine: Any, said: list[str]
+    case: Case,
+    reading: Any,
+    rows: list[np.ndarray],
+    outs: Any,
+    grads: Any,
+    said: list[str],
 ) -> Verdict:
     refused = list(reading.refused)
     if not reading.attention and not refused:
@@ -267,13 +307,12 @@ def _with_attention(
         except ValueError as error:
             return Verdict("late", f"muonclip.init: {error}")
     try:
-        recorded = mc.record_attention(case.fun)
-        out, stats = recorded(case.params, *case.args)
+        recorded, stats, slopes = run(mc.record_attention(case.fun), case)
     except ValueError as error:
         return Verdict("said" if refused else "late", f"record_attention: {error}")
-    if _differ(out, case.fun(case.params, *case.args), 1e-5):
+    if _differ(recorded, outs, 1e-5):
         return Verdict("wrong", "the recorded function has another value")
-    if _differ(gradients(lambda *a: recorded(*a)[0], case), mine, 1e-4):
+    if _differ(slopes, grads, 1e-4):
         return Verdict("wrong", "the recorded function has other gradients")
     found, is_joint, missed = _matched(stats, rows)
     if missed and not refused:
@@ -442,6 +481,18 @@ def _touch_fault(case: Case, clipped: Any, n: int) -> tuple[str, str] | None:
         if not may and not any(fnmatch.fnmatch(path, x) for x in case.scaled.split()):
             return "wrong", f"the clip changes {path}"
 
+    slopes = _slopes(case)
+    for path in changed:
+        moved = np.asarray(before[path]) != np.asarray(after[path])
+        if np.any(moved & (np.asarray(slopes[path]) == 0)):
+            return "wrong", f"the clip changes entries of {path} without logits"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _slopes(case: Case) -> dict[str, Any]:
+    """Derivatives of a weighted sum of all logits: zero where no logit depends."""
+
     def all_logits(params):
         values = [note.logits for note in notes(case, params)]
         generator = np.random.default_rng(0)
@@ -450,9 +501,4 @@ def _touch_fault(case: Case, clipped: Any, n: int) -> tuple[str, str] | None:
             for x in values
         )
 
-    slopes = by_path(jax.grad(all_logits, allow_int=True)(case.params))
-    for path in changed:
-        moved = np.asarray(before[path]) != np.asarray(after[path])
-        if np.any(moved & (np.asarray(slopes[path]) == 0)):
-            return "wrong", f"the clip changes entries of {path} without logits"
-    return None
+    return by_path(jax.grad(all_logits, allow_int=True)(case.params))
