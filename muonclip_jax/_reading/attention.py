@@ -10,48 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cells import agreed, Cells, classes, places, Rows, Trips, varied_loops
+from .cells import places
 from .dependence import Dependence, Use
-from .facts import members, union
+from .fact import members, union
 from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
-from .marks import distinct, is_varied, Marks, numbered
-from .numbers import Lead
-from .parts import parts_in, PICKED, scaled_entries, ScaledEntries
+from .marks import distinct, is_varied, numbered
+from .parts import ScaledEntries
 from .primitives import Kind, moves
 from .rules import shared
-from .scaling import ADDED, Factor, IsLast, never, Sum
+from .scaling import ADDED, Factor
+from .sides import Divider, LayerCells, LONGEST, Pair, Side, Sides
 from .sites import Site, sites_of, Unclear
 from .softmaxes import Product, Route, Softmaxes
-
-
-# The longest dimension of a product's sum that is divided into regions.
-_LONGEST = 1 << 14
-
-
-class Pair(NamedTuple):
-    """The parts that scale query and key of a product; a side without any is empty."""
-
-    query: list[ScaledEntries]
-    key: list[ScaledEntries]
-    whys: list[str]  # for each side, why nothing scales it
-
-    def without(self, i: int, why: str) -> "Pair":
-        """Returns the pair without the parts of one side."""
-        whys = [why if j == i else x for j, x in enumerate(self.whys)]
-        return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
-
-    def without_picks(self) -> "Pair":
-        """Returns the pair without a side that data picks, if the other can do alone.
-
-        As adapters that are looked up for each example: no clip knows which.
-        """
-        sides = self.query, self.key
-        picked = [any(part.why == PICKED for part in side) for side in sides]
-        for i in (0, 1):
-            if picked[i] and sides[1 - i] and not picked[1 - i]:
-                return self.without(i, BY_DATA)
-        return self
 
 
 WHILE = (
@@ -113,37 +84,6 @@ class _Scaled(NamedTuple):
         return any(bool((mask & (use.marks != 0)).any()) for mask in own)
 
 
-class _Side(NamedTuple):
-    """A side of a product, or a temperature, with the marks of its heads."""
-
-    atom: Atom
-    marks: Marks
-    role: int  # 0 for query, 1 for key
-    is_last: IsLast = never
-
-
-class _Sides(NamedTuple):
-    """Query and key in one region of a product, or a temperature alone.
-
-    `sums` has the summands of each side, with the marks of heads, and those of trips if
-    the layer has loops.
-    """
-
-    sides: list[_Side]
-    heads: HeadMap
-    sums: list[Sum]
-
-
-class _Class(NamedTuple):
-    """Cells that are one layer, with the pairs that scale it."""
-
-    cells: Cells
-    trips: np.ndarray  # for each layer of a stack, as bits
-    pairs: list[Pair]
-    makers: set[int]
-    events: tuple[set[int], set[int]]  # of its queries and of its keys
-
-
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     """Returns a layer for each softmax of products of query and key.
 
@@ -176,13 +116,14 @@ class LayerReader:
         self.softmaxes, self.dependence = softmaxes, dependence
         self.products, self.exps = products, exps
         self.layer = Layer([p.eqn for p in products])
-        self.refusals: list[str] = []
+        self.divider = Divider(softmaxes)
+        self.refusals = self.divider.refusals
         # The results so far: the products without biases, also as bits; the parts that
         # scale their sides; and the parameters of their queries.
         self.found: list[tuple[Product, HeadMap]] = []
         self.bits = 0
-        self.sides: list[_Sides] = []
-        self.trips, self.classes = Trips(), list[_Class]()
+        self.sides: list[Sides] = []
+        self.classes = list[LayerCells]()
         self.queries: set[int] = set()
         # All queries and keys, and the events where entries scaled for each are used.
         self.arrays: list[_Array] = []
@@ -194,7 +135,7 @@ class LayerReader:
         # First products whose key is known: they show which parameters make queries.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
-        self.classes = self._divide(self.sides) if self.sides else []
+        self.classes = self.divider.divide(self.sides) if self.sides else []
         for one in self.classes:
             for i, events in enumerate(one.events):
                 self.events[i].update(events)
@@ -242,7 +183,8 @@ class LayerReader:
                 f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
-        layer.loops = tuple(x.of for x in self.trips.loops)
+        layer.loops = tuple(x.of for x in self.divider.trips.loops)
+        layer.loops_of_heads = self.divider.loops_of_heads
         if not self.classes:
             layer.refusal = self.refusals[0] if self.refusals else ""
             return [layer]
@@ -254,7 +196,7 @@ class LayerReader:
             return [self.layer]
         return found
 
-    def _layer(self, one: _Class) -> Layer:
+    def _layer(self, one: LayerCells) -> Layer:
         """Returns the layer of a class of cells."""
         layer, cells = self.layer, one.cells
         heads, pairs, refusals = cells.heads.bit_count(), [], []
@@ -280,7 +222,7 @@ class LayerReader:
 
     def _check_loops(self) -> None:
         """Notes why the trips of loops over layers cannot be distinguished, if so."""
-        for loop in self.trips.loops:
+        for loop in self.divider.trips.loops:
             frame = self.layer.products[0].frame
             while frame.caller and frame.caller.address != loop.of:
                 frame = frame.caller.frame
@@ -322,7 +264,7 @@ class LayerReader:
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
-        layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
+        self.divider.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
         self.found.append((product, heads))
         self.bits |= facts.product(product.eqn)
 
@@ -359,7 +301,7 @@ class LayerReader:
                     found |= {i: why for i in sides if i not in found}
         return found
 
-    def _temperature(self, path: Route) -> list[_Class] | None:
+    def _temperature(self, path: Route) -> list[LayerCells] | None:
         """Returns the layers that a temperature scales, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
@@ -373,10 +315,10 @@ class LayerReader:
             if eqn.kind is Kind.PRODUCT and self.softmaxes.facts.of(atom).is_weight:
                 marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
                 marks = dict(moves(eqn, 0))[i](marks)
-                side = _Side(atom, marks, 0)
-                sides = _Sides([side], heads, [self._sum(side)])
+                side = Side(atom, marks, 0)
+                sides = Sides([side], heads, [self.divider.sum_of(side)])
                 sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
-                found = self._divide([sides], self.sides)
+                found = self.divider.divide([sides], self.sides)
                 parts = [p for x in found for pair in x.pairs for p in pair.query]
                 is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
                 if is_each and all(y.query for x in found for y in x.pairs):
@@ -459,7 +401,7 @@ class LayerReader:
 
     def _by_region(
         self, product: Product, order: tuple[int, int], heads: HeadMap
-    ) -> Iterator[_Sides]:
+    ) -> Iterator[Sides]:
         """Iterates over regions of the sum, with the summands of query and key.
 
         A region is a range of the summed dimension in which summands are alike. The key
@@ -476,8 +418,8 @@ class LayerReader:
                     bits = np.where(is_inside, -1, 0).astype(object)  # -1: all bits
                     marks = marks & atom.marked(d, bits)
                 self.arrays.append(_Array(atom, role))
-                sides.append(_Side(atom, marks, role, shows_all))
-            yield _Sides(sides, heads, [self._sum(x) for x in sides])
+                sides.append(Side(atom, marks, role, shows_all))
+            yield Sides(sides, heads, [self.divider.sum_of(x) for x in sides])
 
     def _regions(self, product: Product, i: int) -> list[Any]:
         """Returns the regions of the sum in which an operand's summands are alike."""
@@ -485,7 +427,7 @@ class LayerReader:
             return [None]
         (pair,), atom = product.over, product.operand(i)
         n = atom.shape[pair[i]]
-        if n == 1 or n > _LONGEST:
+        if n == 1 or n > LONGEST:
             return [None]
         marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
         loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
@@ -498,96 +440,6 @@ class LayerReader:
             regions.setdefault(column.tobytes(), []).append(j)
         return list(regions.values()) if len(regions) > 1 else [None]
 
-    def _sum(self, side: _Side, of_trips: Sequence[Marks] = ()) -> Sum:
-        marks = (side.marks, *of_trips)
-        return self.softmaxes.scaling.of(side.atom, marks, side.is_last)
-
-    def _marked(self, sides: _Sides) -> _Sides:
-        """Returns sides whose summands have marks of the trips of loops over layers."""
-        made = [self._sum(x, [self.trips.marks(x.atom)]) for x in sides.sides]
-        return sides._replace(sums=made)
-
-    def _divide(
-        self, every: Sequence[_Sides], others: Sequence[_Sides] = ()
-    ) -> list[_Class]:
-        """Divides the cells of products into layers, each with the pairs that scale it.
-
-        Cells in which a clip would scale the same parameters are one layer, if these
-        are a stack. If not, each trip is a layer, as in a Python loop. `others` have
-        further summands that tell cells apart.
-        """
-        loops: dict[Any, Lead] = {}
-        for x in (x for sides in (*every, *others) for x in sides.sides):
-            around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
-            around = [y for y in around if y.of not in self.layer.loops_of_heads]
-            marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
-            if around:
-                varied = varied_loops(self._sum(x, marks), around)
-                loops |= {y.of: y for y in varied}
-        self.trips = trips = Trips(tuple(sorted(loops.values())))
-        if trips.number > _LONGEST:
-            self.refusals.append(f"its loops have {trips.number} trips")
-            self.trips = trips = Trips()
-        if trips.loops:
-            every, others = ([self._marked(x) for x in of] for of in (every, others))
-        number = max(x.heads.number for x in every)
-        cells = classes([y for x in (*every, *others) for y in x.sums], trips, number)
-        # Summands that a clip does not scale make no difference.
-        for i in (0, 1) if len(cells) > 1 else ():
-            groups: dict[Any, Cells] = {}
-            for one in cells:
-                sums = (y for x in every for y in x.sums)
-                parts = (parts_in(y, one, self.softmaxes.frozen) for y in sums)
-                key = one[i], *(x.parameters for x in parts)
-                old = groups.get(key, one)
-                groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
-            cells = list(groups.values())
-        found: list[_Class] = []
-        for one in cells:
-            if (layer := self._class(every, one)) is not None:
-                found.append(layer)
-                continue
-            for t in members(one.trips):
-                layer = self._class(every, one._replace(trips=1 << t))
-                if layer is None:
-                    why = "the layers of its loops cannot be distinguished"
-                    self.refusals.append(why)
-                else:
-                    found.append(layer)
-        return sorted(found, key=lambda x: [y & -y for y in x.cells])
-
-    def _class(self, every: Sequence[_Sides], cells: Cells) -> _Class | None:
-        """Returns the layer of some cells; `None` if its leaves are no stack."""
-        pairs, rows = list[Pair](), list[Rows]()
-        makers, events = set[int](), (set[int](), set[int]())
-        for sides in every:
-            out, whys = [], []
-            for side, found in zip(sides.sides, sides.sums, strict=True):
-                parts = parts_in(found, cells, self.softmaxes.frozen)
-                makers |= parts.makers
-                events[side.role].update(parts.events)
-                if parts.is_unsure:
-                    self.refusals.append("a parameter's entries are in several heads")
-                own = []
-                for parameter, entries in (parts.whole or {}).items():
-                    if (of_leaf := entries.rows(cells)) is None:
-                        return None
-                    rows.append(of_leaf)
-                    is_picked = parameter in parts.picked
-                    own.append(scaled_entries(parameter, of_leaf, cells, is_picked))
-                out.append(None if parts.whole is None else own)
-                whys.append(parts.why)
-            if [] in out:
-                continue  # zeros contribute nothing
-            query, key = (*out, None)[:2]
-            pairs.append(Pair(query or [], key or [], whys).without_picks())
-        trips = agreed(rows, cells)
-        if trips is None:
-            return None
-        return _Class(cells, trips, pairs, makers, events)
-
-
-BY_DATA = "data picks the parameters that would scale"
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
 

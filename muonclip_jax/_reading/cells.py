@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .facts import members, union
+from .fact import members, union
 from .graph import Atom
 from .heads import is_apart
 from .marks import (

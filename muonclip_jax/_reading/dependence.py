@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .facts import Fact, Facts, members
+from .fact import Fact, members
+from .facts import Facts
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import Marks
 from .primitives import Kind, moves

@@ -5,113 +5,17 @@ A fact has a few bits. It says where to look; marks then go back from there.
 
 import functools
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, assert_never, NamedTuple
+from collections.abc import Sequence
+from typing import Any, assert_never
 
 import jax.numpy as jnp
-import numpy as np
 
 from . import jaxprs
+from .fact import DATA, Fact, joined, members, NO_LOGITS, seen, union, with_logits_of
 from .forward import Forward
 from .graph import Atom, Eqn, Graph
 from .modulated import Modulated, modulated
 from .primitives import Kind
-
-
-class Fact(NamedTuple):
-    """The facts about one variable; a set is an integer with one bit per member.
-
-    Several values that are combined have the union of each set, and each flag that one
-    of them has, except the last two.
-
-    An event is an equation in which parameters meet activations. It identifies a use of
-    the parameters, which may be used again elsewhere.
-    """
-
-    leaves: int = 0  # parameters
-    trained: int = 0  # parameters that receive a gradient through this variable
-    unstopped: int = 0  # the same, as if comparisons and indices had gradients
-    # An activation that depends on parameters. Data may meet a weight before: a mask, a
-    # scale, noise or an average among the arguments leaves a weight a weight.
-    is_deep: bool = False
-    has_data: bool = False
-    # Broadcast along new dimensions, as learned tokens are, so not a weight. The same
-    # after data was added (positions), or after an index picked rows.
-    is_spread: bool = False
-    is_shifted: bool = False
-    is_pair: bool = False  # a product of parameters
-    events: int = 0  # events since the current trip of the innermost loop began
-    past: int = 0  # events since the start of the function
-    # Products with parameters that no later product with a parameter followed.
-    ends: int = 0
-    # The kernels whose outputs these are, possibly after elementwise functions; all
-    # bits after a product of two activations.
-    kernels: int = 0
-    # Products of two values that depend on parameters, of which this is a function
-    # entry by entry. `weights` are the products whose exponentials are in it, `sums`
-    # those whose exponentials were summed, `shares` those whose exponentials were
-    # divided by their sum, and `mixed` those whose exponentials were multiplied with a
-    # parameter. `pairs` are products over which no sum was taken yet.
-    products: int = 0
-    weights: int = 0
-    sums: int = 0
-    shares: int = 0
-    mixed: int = 0
-    pairs: int = 0
-    # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
-    is_onehot: bool = False
-    is_counter: bool = False
-    # Made by the backward pass of a derivative, of parameters. Elsewhere it is data: as
-    # forces, or in parameters after an inner step.
-    is_slope: bool = False
-
-    @property
-    def sole(self) -> int | None:
-        """The only kernel that made it; -1 for several; `None` for no kernel."""
-        if self.kernels > 0 and self.kernels.bit_count() == 1:
-            return self.kernels.bit_length() - 1
-        return -1 if self.kernels else None
-
-    @property
-    def unshared(self) -> int:
-        """Products whose exponentials were not yet divided by their sum."""
-        return self.weights & ~self.shares
-
-    @property
-    def alone(self) -> int:
-        """Like `unshared`, but 0 if products without an exponential are in it, too."""
-        return 0 if self.products & ~self.weights else self.unshared
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether no activation that depends on parameters is in it, but parameters."""
-        return self.leaves != 0 and not self.is_deep
-
-    @property
-    def is_token(self) -> bool:
-        """Whether this is a parameter that is used as an activation."""
-        return self.is_weight and (self.is_spread or self.is_shifted)
-
-
-DATA = Fact(has_data=True)
-
-
-def _seen(fact: Fact) -> Fact:
-    """Returns a fact as it is outside of backward passes."""
-    return DATA if fact.is_slope else fact
-
-
-def union(bits: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, bits, 0)
-
-
-def members(bits: int) -> list[int]:
-    """Returns the numbers of the bits that are set."""
-    # At once: a model of 10,000 leaves has as many bits, and each step of a loop over
-    # them would make a new number of that length.
-    octets = np.frombuffer(bits.to_bytes(bits.bit_length() // 8 + 1, "little"), "u1")
-    return np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
 
 
 class Facts(Forward[Fact]):
@@ -135,7 +39,7 @@ class Facts(Forward[Fact]):
             else DATA
             for i in range(len(graph.top.inputs))
         ]
-        self.outputs = [*map(_seen, self.run(graph.top, inputs)), *self._unused()]
+        self.outputs = [*map(seen, self.run(graph.top, inputs)), *self._unused()]
 
     def of(self, atom: Atom) -> Fact:
         """Returns the fact about a variable, as it is outside of backward passes."""
@@ -145,7 +49,7 @@ class Facts(Forward[Fact]):
     def inputs(self, eqn: Eqn) -> list[Fact]:
         found = super().inputs(eqn)
         if self.has_slopes and not eqn.is_slope:
-            return [*map(_seen, found)]
+            return [*map(seen, found)]
         return found
 
     def _unused(self) -> list[Fact]:
@@ -216,8 +120,8 @@ class Facts(Forward[Fact]):
         if all(x == first for x in others):
             return first
         if not all(x.is_slope or not x.leaves for x in values):
-            values = [*map(_seen, values)]
-        return _union(values)
+            values = [*map(seen, values)]
+        return joined(values)
 
     def begun(self, value: Fact) -> Fact:
         """Clears the events of earlier trips: each trip has parameters of its own."""
@@ -225,7 +129,7 @@ class Facts(Forward[Fact]):
 
     def result(self, eqn: Eqn, atom: Atom, value: Fact) -> Fact:
         if is_choice(eqn, atom):
-            value = value._replace(**_NO_LOGITS)
+            value = value._replace(**NO_LOGITS)
         if eqn.kind in (Kind.STEP, Kind.STOPPED) or not is_inexact(atom):
             self.choosing |= value.unstopped
             value = value._replace(trained=0)
@@ -281,21 +185,21 @@ class Facts(Forward[Fact]):
                 return out._replace(is_spread=out.is_spread or is_new)
             case Kind.PICKED:
                 # An index only says where: the logits are those of the first operand.
-                return _with_logits_of(inputs[0], out)
+                return with_logits_of(inputs[0], out)
             case Kind.SUM | Kind.DIFFERENCE | Kind.LARGER:
                 return self._sum(eqn, inputs, out)
             case Kind.PRODUCT | Kind.CONTRACTION:
                 return self._times(eqn, inputs, out)
             case Kind.QUOTIENT:
                 a, b = inputs
-                out = _with_logits_of(a, out)
+                out = with_logits_of(a, out)
                 return out._replace(shares=a.shares | a.weights & b.sums)
             case Kind.EXPONENTIAL:
                 return out._replace(weights=out.weights | inputs[-1].products)
             case Kind.LOGARITHM:  # as in softplus, which is no exponential
                 return out._replace(weights=0, mixed=0)
             case Kind.EXTREME:  # a maximum of logits is a number to subtract
-                return out._replace(**_NO_LOGITS)
+                return out._replace(**NO_LOGITS)
             case Kind.TOTAL:
                 return self._total(eqn, out)
             case (
@@ -337,7 +241,7 @@ class Facts(Forward[Fact]):
         """Returns the fact of a product, with a weight or of two activations."""
         a, b = inputs[:2]
         # A product with logits or softmax weights makes a new value that is neither.
-        out = out._replace(**_NO_LOGITS)
+        out = out._replace(**NO_LOGITS)
         if not out.leaves:
             return out
         out = out._replace(products=self.new_product(eqn))
@@ -467,7 +371,7 @@ class Facts(Forward[Fact]):
 
     def _mixed(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of several values that are combined entry by entry."""
-        out = _union(inputs)
+        out = joined(inputs)
         if not out.leaves:
             return out
         if out.is_weight:
@@ -523,21 +427,6 @@ def is_choice(eqn: Eqn, atom: Atom) -> bool:
     dtype = atom.var.aval.dtype
     is_order = eqn.kind in (Kind.ORDER, Kind.WINNER)
     return dtype == jnp.bool_ or (is_order and not jnp.issubdtype(dtype, jnp.inexact))
-
-
-_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
-# Logits that made a mask, as an indexer's do, are not the logits that it masks.
-_NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
-
-
-def _with_logits_of(operand: Fact, fact: Fact) -> Fact:
-    """Returns a fact with the products of one operand alone."""
-    return fact._replace(**{name: getattr(operand, name) for name in _OF_PRODUCTS})
-
-
-def _union(facts: Sequence[Fact]) -> Fact:
-    joined = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
-    return Fact._make(joined)._replace(is_onehot=False, is_counter=False)
 
 
 def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:

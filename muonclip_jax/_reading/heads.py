@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .facts import union
+from .fact import union
 from .graph import AllMarks
 from .marks import distinct, is_varied, Marks, marks_along, numbered, varied
 from .primitives import Kind

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._model.owned_leaf import OwnedLeaf
 from .cells import Cells, Entries, Rows
-from .facts import union
+from .fact import union
 from .heads import head_ids
 from .marks import distinct, Marks
 from .scaling import NORMED, Sum

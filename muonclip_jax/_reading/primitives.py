@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import rules, values
+from . import indexing, rules, values
 from .rules import Moves, Op
 
 
@@ -157,14 +157,26 @@ _ROWS = (
     Row("rev", Kind.PERMUTED, _none, rules.rev, values.rev),
     # Several operands go through a barrier, each to a result of its own.
     Row("ppermute optimization_barrier", Kind.PERMUTED, _none, rules.entrywise, None),
-    Row("slice", Kind.CUT, _none, rules.static_slice, values.static_slice),
-    Row("split unstack", Kind.CUT, _none, rules.split, None),
-    Row("dynamic_slice", Kind.PICKED, _none, rules.dynamic_slice, values.dynamic_slice),
-    Row("gather", Kind.PICKED, _none, rules.gather, values.gather),
-    Row("concatenate stack", Kind.JOINED, _none, rules.concatenate, values.concatenate),
-    Row("pad", Kind.JOINED, _none, rules.pad, None),
-    Row("dynamic_update_slice", Kind.PLACED, _none, rules.update_slice, None),
-    Row("scatter", Kind.PLACED, _none, rules.scatter, None),
+    Row("slice", Kind.CUT, _none, indexing.static_slice, values.static_slice),
+    Row("split unstack", Kind.CUT, _none, indexing.split, None),
+    Row(
+        "dynamic_slice",
+        Kind.PICKED,
+        _none,
+        indexing.dynamic_slice,
+        values.dynamic_slice,
+    ),
+    Row("gather", Kind.PICKED, _none, indexing.gather, values.gather),
+    Row(
+        "concatenate stack",
+        Kind.JOINED,
+        _none,
+        indexing.concatenate,
+        values.concatenate,
+    ),
+    Row("pad", Kind.JOINED, _none, indexing.pad, None),
+    Row("dynamic_update_slice", Kind.PLACED, _none, indexing.update_slice, None),
+    Row("scatter", Kind.PLACED, _none, indexing.scatter, None),
     Row(
         "select_n",
         Kind.CHOICE,
@@ -229,7 +241,7 @@ _ROWS = (
     Row("reduce_sum", Kind.TOTAL, _each("axes"), rules.reduce, None),
     Row("cumsum", Kind.TOTAL, _one("axis"), rules.mixing, None),
     Row("reduce_window_sum", Kind.TOTAL, _windowed, rules.windows, None),
-    Row("scatter-add scatter_add", Kind.SCATTERED, _none, rules.scatter, None),
+    Row("scatter-add scatter_add", Kind.SCATTERED, _none, indexing.scatter, None),
     Row("fft", Kind.MIXED, _last, rules.mixing, None),
     Row("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), rules.reduce, None),
     # The derivative of the maximum of windows. It is linear in its first operand; the
@@ -237,7 +249,7 @@ _ROWS = (
     Row("select_and_gather_add", Kind.MIXED, _windowed, rules.windows, None),
     # Linear in the operand, but not in the updates, which are no summands: read as a
     # sum, both factors would be scaled by QK-Clip, and their product twice.
-    Row("scatter-mul", Kind.FOLDED, _none, rules.scatter, None),
+    Row("scatter-mul", Kind.FOLDED, _none, indexing.scatter, None),
     Row("cumprod", Kind.FOLDED, _one("axis"), rules.mixing, None),
     Row("cumlogsumexp", Kind.LOG_TOTAL, _one("axis"), rules.mixing, None),
     Row("reduce_max reduce_min", Kind.EXTREME, _each("axes"), rules.reduce, None),
@@ -250,7 +262,7 @@ _ROWS = (
         rules.windows,
         None,
     ),
-    Row("scatter-max scatter-min", Kind.EXTREME, _none, rules.scatter, None),
+    Row("scatter-max scatter-min", Kind.EXTREME, _none, indexing.scatter, None),
     Row("pmax pmin", Kind.EXTREME, _none, rules.over_devices, None),
     Row("sort", Kind.ORDER, _one("dimension"), rules.mixing, None),
     Row("top_k", Kind.ORDER, _one("axis"), rules.mixing, None),

@@ -19,7 +19,8 @@ from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
 from .calls import Call, call_of
-from .facts import Facts, members
+from .fact import members
+from .facts import Facts
 from .graph import Graph
 from .layers import named_layers, NamedLayer
 from .softmaxes import Softmaxes

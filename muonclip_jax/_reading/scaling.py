@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .facts import Fact, Facts
+from .fact import Fact
+from .facts import Facts
 from .graph import AllMarks, Atom, Eqn, Graph
+from .indexing import index_of
 from .marks import is_disjoint, key_of, total, union_of
 from .primitives import Kind, moves
-from .rules import index_of, Move
+from .rules import Move
 
 
 class Factor(NamedTuple):

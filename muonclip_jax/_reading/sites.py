@@ -16,7 +16,7 @@ import numpy as np
 
 from .._model.statistics import largest
 from . import jaxprs, kernels
-from .facts import members
+from .fact import members
 from .graph import Atom, Eqn
 from .heads import HeadMap, Refused
 from .jaxprs import Address

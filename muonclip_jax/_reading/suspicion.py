@@ -12,7 +12,8 @@ from typing import assert_never, NamedTuple
 import jax.numpy as jnp
 
 from .attention import Layer
-from .facts import is_choice, members, union
+from .fact import members, union
+from .facts import is_choice
 from .forward import Forward
 from .graph import Atom, Eqn
 from .makers import Makers

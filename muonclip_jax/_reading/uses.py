@@ -2,18 +2,20 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from . import jaxprs
-from .facts import Fact, is_lookup, members, union
-from .graph import AllMarks, Atom, Eqn, Origin
+from .fact import Fact, members, union
+from .facts import is_lookup
+from .graph import AllMarks, Atom, Eqn
 from .makers import Makers
 from .marks import dimensions, is_varied, marks_along, numbered, varied
 from .modulated import Modulated, sides_of
 from .primitives import Kind, moves
+from .routers import MULTIPLIES, Routers
 from .softmaxes import Softmaxes
 
 
@@ -42,13 +44,6 @@ class Note(NamedTuple):
         return self.eqn.line if self.eqn else ""
 
 
-# Kinds that put activations somewhere by an order or by places.
-_PLACES = (Kind.ORDER, Kind.WINNER, Kind.PLACED, Kind.SCATTERED)
-
-#: Kinds in which two activations may meet as factors.
-_MULTIPLIES = (Kind.PRODUCT, Kind.CONTRACTION)
-
-
 class Uses:
     """The notes of a graph, and other evidence of what parameters are.
 
@@ -63,6 +58,7 @@ class Uses:
     def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
+        self._routers = Routers(reader, self._makers)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         # Parameters, each with an axis along which its entries are experts' matrices.
         self.experts: set[tuple[int, int]] = set()
@@ -71,13 +67,9 @@ class Uses:
         self.scales: set[int] = set()  # kernels whose outputs scale those of others
         self.features: set[int] = set()  # kernels whose outputs are used as features
         self.fed = 0  # events that the operand of a later weight depends on
-        self.chosen = 0  # events whose outputs decide where activations go
-        self.kept = 0  # events of keys, whose outputs linear attention keeps
         self.last = 0  # events where a backward pass begins, at an output head
         # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
-        # Events whose outputs a weight takes as features, though an order cuts them.
-        self._cut_features = 0
         self._picked: dict[Atom, bool] = {}  # see `_is_picked`
         self._has_picked = any(
             is_lookup(eqn) and not self._facts.of(eqn.output()).is_deep
@@ -94,9 +86,8 @@ class Uses:
             elif not eqn.is_slope:
                 self._note(eqn)
         self._note_slopes()
-        self.chosen &= ~self._cut_features
         self.notes = [self._judged(note) for note in self.notes]
-        self.chosen &= ~self.kept
+        self.chosen = self._routers.events  # whose outputs decide where others go
 
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
@@ -125,7 +116,8 @@ class Uses:
         if not kind.is_known:
             self._unknown(eqn, facts)
         elif kind in (Kind.ORDER, Kind.WINNER):  # may decide where activations go
-            self._choice(eqn, inputs[0], facts)
+            self._use("elementwise", eqn, *facts)
+            self._routers.choose(inputs[0], facts[0])
         elif kind is Kind.PICKED and facts[0].is_weight and self._facts.event(eqn):
             self._use("looked up", eqn, facts[0])
             if facts[0].is_pair:
@@ -136,8 +128,8 @@ class Uses:
             self._use("data", eqn, *facts)
         if not any(f.is_deep for f in facts):
             return
-        if kind in _MULTIPLIES:
-            self._note_routers(eqn, facts)
+        if kind in MULTIPLIES:
+            self._routers.note(eqn, facts)
             self._scales(eqn, inputs, facts)
         elif kind in (Kind.CUT, Kind.PICKED):
             self._cut(eqn, inputs[0], facts[0])
@@ -173,7 +165,7 @@ class Uses:
             is_table = fact.is_weight and self._is_picked(inputs[i])
             self._use("looked up" if is_table else "elementwise", eqn, fact)
             if is_table and eqn.kind is Kind.PRODUCT:
-                self.chosen |= self._mixers(facts[1 - i])
+                self._routers.note_mixers(facts[1 - i])
 
     def _is_picked(self, atom: Atom) -> bool:
         """Whether a weight has entries that indices pick, other ones for each token."""
@@ -188,11 +180,6 @@ class Uses:
             self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
         return self._picked[atom]
 
-    def _mixers(self, fact: Fact) -> int:
-        """Returns the events of the routers whose weights an activation is."""
-        routers = (self._facts.event(eqn) for _, eqn in self._routers(fact.weights))
-        return union(routers) | fact.ends & self.chosen
-
     def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
         """Whether a router mixes rows that each token picks from several tables.
 
@@ -201,9 +188,7 @@ class Uses:
         is_row = [len(x) for x in sides_of(eqn, i)] == [1, 1]  # tables, and columns
         if not (is_row and other.is_deep and self._is_picked(eqn.inputs()[i])):
             return False
-        mixers = self._mixers(other)
-        self.chosen |= mixers
-        return bool(mixers)
+        return bool(self._routers.note_mixers(other))
 
     def _handed(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
@@ -225,53 +210,6 @@ class Uses:
         if sum(f.is_deep for f in facts) > 1 and eqn.kind is Kind.UNKNOWN:
             self.hidden.append(eqn)
 
-    def _choice(self, eqn: Eqn, atom: Atom, facts: list[Fact]) -> None:
-        """Notes a kernel whose outputs decide an order, as a router's do.
-
-        In the array, each entry is a different output of a router. Distances to the
-        codes of a vector quantizer are sums over all outputs, and logits of heads are
-        sums over some, so no kernel before them is a router.
-        """
-        self._use("elementwise", eqn, *facts)
-        ends = facts[0].ends
-        for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
-            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
-            own = [x for x in zip(*lines, strict=True) if any(x)]
-            if any(map(is_varied, all_marks)) and len({*own}) == len(own):
-                self.chosen |= self._facts.event(maker) & ends
-
-    def _keep_features(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> None:
-        """Notes kernels whose outputs are cut by their order and go to a weight.
-
-        A router decides where other activations go. In a layer of k winners, a weight
-        is contracted with the outputs themselves: they alone are in its operand, or
-        they are along the axis that is summed over.
-        """
-        if not self.chosen & other.past or other.weights:
-            return
-        over, _ = sides_of(eqn, 1 - i)
-        if len(over) > 1 and eqn.name == "dot_general":  # experts and their inputs
-            weighed = self._router_dims(atom)
-            over = [d for d in over if d not in weighed]
-        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
-
-        def follow(of: Eqn, k: int) -> list[int]:
-            facts = [] if of.is_product else self._facts.inputs(of)
-            return [j for j, x in enumerate(facts) if x.is_deep]
-
-        # Where entries are put in order, or back, marks are lost: only these kernels
-        # may have made what is there.
-        for origin in self._graph.walk(atom, atom.numbered(over), follow):
-            if origin.eqn and origin.eqn.kind in _PLACES:
-                fact = self._facts.of(origin.eqn.output(origin.k))
-                is_alone = fact.kernels > 0 and not fact.kernels & ~made
-                if is_alone and any(map(is_varied, origin.all_marks)):
-                    self._cut_features |= fact.ends
-        for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
-            if any(map(is_varied, all_marks)):
-                self._cut_features |= self._facts.event(maker)
-        self.chosen &= ~self._cut_features
-
     # Products.
 
     def _product(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
@@ -287,7 +225,7 @@ class Uses:
             if kernels:
                 self._modulated(eqn, i, kernels, facts)
             else:
-                self._note_routers(eqn, facts)
+                self._routers.note(eqn, facts)
             return
         weight, other = facts[i], facts[1 - i]
         place = inputs[i], eqn.line
@@ -301,7 +239,7 @@ class Uses:
         if self._is_mixed_table(eqn, i, other):
             self._use("looked up", eqn, weight)
             return
-        self._keep_features(eqn, i, inputs[1 - i], other)
+        self._routers.keep_features(eqn, i, inputs[1 - i], other)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
         if other.is_deep and other.sole not in (None, -1):
@@ -320,7 +258,7 @@ class Uses:
                 if note.eqn is not kernel.eqn or note.number not in leaves
             ]
             for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
-                self.chosen |= self._mixers(fact)
+                self._routers.note_mixers(fact)
         other = facts[1 - i]
         experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
         self._weight(eqn, i, experts, kernels)
@@ -469,7 +407,7 @@ class Uses:
         to = list(enumerate(eqn.to[1 - i]))
         stack = {d for d, x in to if x in eqn.shared}
         gone = {d for d, x in to if x is None and atom.shape[d] > 1}
-        weighed = self._router_dims(atom) & gone if len(gone) > 1 else set()
+        weighed = self._routers.dims_of(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
             dims |= weighed & gone
@@ -483,119 +421,6 @@ class Uses:
             self.experts |= {(number, a) for a, of in marks_along.items() if of <= dims}
         pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
-
-    def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
-        """Returns the products with a weight over whose outputs a softmax is taken."""
-        found = []
-        for k in members(bits):
-            eqn = self._facts.products[1 << k]
-            is_product = eqn.kind is Kind.CONTRACTION
-            i = self._facts.weight_of(eqn) if is_product else None
-            if i is None or not self._facts.event(eqn):
-                continue
-            others = eqn.to[1 - i]
-            free = {d for d in eqn.to[i] if d is not None and d not in others}
-            for bits, (atom, axes) in self._reader.sums:
-                if not bits & 1 << k:
-                    continue
-                all_marks, _ = self._reader.to_product(
-                    atom, atom.numbered(axes), 1 << k
-                )
-                inner = len(eqn.frame.lead)
-                if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
-                    found.append((1 << k, eqn))
-                    break
-        return found
-
-    def _varied(self, atom: Atom) -> set[int]:
-        """Returns the axes of an array's marks along which it may be no copy."""
-        same = self._graph.copied(atom)
-        dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
-        return {atom.lead + d for d in dims}
-
-    def _router_dims(self, atom: Atom) -> set[int]:
-        """Returns the dimensions along which a router's weights for an array vary.
-
-        Its weights are a softmax over its outputs, its choice, or one-hot rows.
-        """
-        dims: set[int] = set()
-
-        def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            eqn = origin.eqn
-            if eqn is None or eqn.contracted:
-                return
-            facts, is_product = self._facts.inputs(eqn), eqn.kind in _MULTIPLIES
-            # Both operands may depend on a router. The gate is then the one that varies
-            # along fewer dimensions, or the one-hot one.
-            varied = [self._varied(x) if is_product else set() for x in eqn.inputs()]
-            routed = [f.is_onehot or f.events & self.chosen for f in facts]
-            rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
-            for i, move in moves(eqn, origin.k):
-                others = [j for j, f in enumerate(facts) if i != j and f != Fact()]
-                is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
-                is_gate = (routed[i] and is_least) or self._routers(facts[i].weights)
-                if is_product and others and is_gate:
-                    axes = varied[i]
-                    own = enumerate(map(move, origin.all_marks))
-                    dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
-                elif facts[i].is_deep:
-                    yield i, None
-
-        self._graph.back(atom, atom.each(), ahead)
-        return dims
-
-    def _note_routers(self, eqn: Eqn, facts: list[Fact]) -> None:
-        """Notes routers whose softmax weighs other activations."""
-        for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
-            if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
-                continue
-            # Entry by entry it is a gate of features and mixes nothing.
-            if eqn.kind is Kind.PRODUCT and not self._reader.is_repeated(eqn, i):
-                continue
-            made = self._state(eqn, 1 - i)
-            # A key is no router: its softmax was seen where the key met a value.
-            for of in made:
-                for fact in self._facts.inputs(of):
-                    for _, router in self._routers(fact.weights):
-                        self.kept |= self._facts.event(router)
-            for _, router in self._routers(mine.weights & ~other.weights):
-                if not made:
-                    self.chosen |= self._facts.event(router) & ~other.events
-
-    def _state(self, eqn: Eqn, i: int) -> list[Eqn]:
-        """Returns the equations that made a state that linear attention keeps.
-
-        The state has the key's features along the dimensions that the product sums
-        over, and the value's along the rest. A product of key and value made it, after
-        all products with weights. The outputs of experts have both from one array.
-        """
-        atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
-        if eqn.kind is Kind.PRODUCT:  # a sum follows the product
-            own, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
-            over = [a - atom.lead for a in own & others]
-            rest = [a - atom.lead for a in own - others]
-        else:
-            over = [pair[i] for pair in eqn.contracted]
-            rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
-        found: list[Eqn] = []
-
-        def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            if (of := origin.eqn) is None:
-                return
-            facts = self._facts.inputs(of)
-            if of.is_product and self._facts.weight_of(of) is not None:
-                return
-            deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
-            if of.kind in _MULTIPLIES and len(deep) == 2:
-                sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
-                pairs = [*zip(*sides, strict=True)]
-                of_rest = {*pairs[len(over) :]}
-                apart = [(a, b) for a, b in pairs[: len(over)] if a != b]
-                found.extend(of for a, b in apart if (b, a) in of_rest)
-            yield from ((j, None) for j, _ in deep)
-
-        self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
-        return found
 
     def _scales(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes whether outputs scale others, where both are first multiplied."""

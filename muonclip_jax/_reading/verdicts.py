@@ -7,7 +7,7 @@ from typing import Any
 from optax.contrib import MuonDimensionNumbers
 
 from .._parameters.verdict import Verdict
-from .facts import Fact, union
+from .fact import Fact, union
 from .uses import Note, Uses
 
 
