@@ -366,7 +366,7 @@ def _is_any(eqn: Eqn, i: int) -> bool:
     of, *others = eqn.inputs()
     if eqn.name == "gather" and i == 0:
         return index_of(eqn) is None
-    if eqn.name in ("scatter", "scatter-add", "scatter_add") and i == 2:
+    if eqn.name.startswith("scatter") and i == 2:
         return others[0].value is None
     is_update = eqn.name == "dynamic_update_slice" and i == 1
     if not is_update and (eqn.name != "dynamic_slice" or i):
