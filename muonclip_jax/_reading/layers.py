@@ -23,6 +23,40 @@ class NamedLayer(NamedTuple):
     refusal: str  # why it cannot, for people; else empty
     found: tuple[Layer, ...]  # several if one layer is called several times
 
+    def read(self, leaf_paths: Sequence[paths.Path]) -> "LayerRead":
+        """Returns what a reading keeps of the layer, for its table."""
+        lines = dict.fromkeys(layer.line for layer in self.found)
+        sites = (site for layer in self.found for site in layer.sites)
+        biases = {line: made for site in sites for line, made in site.added.items()}
+        n, words = len(self.path), []
+        for line, made in biases.items():
+            at = ""
+            if len(made) == 1:
+                path = leaf_paths[min(made)]
+                is_inside = path[:n] == self.path
+                at = f": {paths.show(path[n:] if is_inside else ('', *path))}"
+            words.append(f"the bias at {line} stays{at}")
+        heads = self.found[0].heads
+        return LayerRead(
+            self.path, self.layer, self.refusal, heads, (*lines,), (*words,)
+        )
+
+
+class LayerRead(NamedTuple):
+    """What a reading keeps of an attention layer: a value, without its equations."""
+
+    path: paths.Path
+    layer: AttentionLayer | None
+    refusal: str
+    heads: int
+    lines: tuple[str, ...]  # of its calls
+    biases: tuple[str, ...]  # in words
+
+    @property
+    def where(self) -> str:
+        """The layer's path, and the line of its first call."""
+        return f"{paths.show_module(self.path)} at {self.lines[0]}"
+
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
 Shape = tuple[int, ...]

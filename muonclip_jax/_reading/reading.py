@@ -22,14 +22,14 @@ from .calls import Call, call_of
 from .fact import members
 from .facts import Facts
 from .graph import Graph
-from .layers import named_layers, NamedLayer
+from .layers import LayerRead, named_layers, NamedLayer
 from .softmaxes import Softmaxes
 from .suspicion import suspicions
 from .uses import Uses
 from .verdicts import verdicts
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ModelReading:
     """The uses of every parameter by a function: the result of [`read_model`][].
 
@@ -38,6 +38,9 @@ class ModelReading:
     line of their logits and the leaves that [`qk_clip`][] scales; the number of
     parameters of each label; and the attention that it cannot scale, with the reason.
     As in [`describe`][], repeated layers share a row, and a notebook shows HTML.
+
+    It is a value: it can be pickled, copied, hashed and compared, so that a train step
+    which closes over it can be sent to another process.
 
     **Arguments:**
 
@@ -63,8 +66,24 @@ class ModelReading:
     # that can and cannot be scaled; and operations that may hide more attention.
     _tree: paths.PathedTree = dataclasses.field(repr=False)
     _verdicts: tuple[Verdict, ...] = dataclasses.field(repr=False)
-    _layers: tuple[NamedLayer, ...] = dataclasses.field(repr=False)
+    _layers: tuple[LayerRead, ...] = dataclasses.field(repr=False)
     _hidden: tuple[str, ...] = dataclasses.field(repr=False)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """All that this says, hashable; labels and axes follow from the verdicts."""
+        leaves = self._tree.paths, self._tree.leaves, self._verdicts
+        return (*leaves, self._layers, self.not_clipped, self._hidden)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelReading):
+            return NotImplemented
+        # The nodes of a tree may have no hash.
+        one, two = (jax.tree.structure(x.labels) for x in (self, other))
+        return self._key == other._key and one == two
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def verdicts(self) -> Mapping[paths.Path, Verdict]:
@@ -85,11 +104,7 @@ class ModelReading:
     @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
-        layers = [
-            f"{paths.show_module(named.path)} at {named.found[0].line}: {named.refusal}"
-            for named in self._layers
-            if named.layer is None
-        ]
+        layers = [f"{x.where}: {x.refusal}" for x in self._layers if x.layer is None]
         hidden = [f"{what}, which may be attention" for what in self._hidden]
         return (*layers, *hidden)
 
@@ -121,7 +136,7 @@ class ModelReading:
             scaled = {id(use) for use, _ in scaled_leaves(bound)}
             clipped = (x for x in self._layers if x.layer is not None)
             pairs = zip(clipped, bound, strict=True)
-            layers = [_layer_row(named, layer, scaled, tree) for named, layer in pairs]
+            layers = [_layer_row(read, layer, scaled) for read, layer in pairs]
         except ValueError as error:
             why = [[str(error)]]
         layers = collapsed(layers) if collapse else layers
@@ -223,10 +238,11 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
         tuple(paths.show(p) for p, _, v in shown.rows(said) if v.source == "unread"),
-        tuple(f"{paths.show_module(x.path)} at {x.found[0].line}" for x in not_clipped),
-        shown,
+        tuple(x.read(shown.paths).where for x in not_clipped),
+        # Not the structure, which pickle does not know: labels have it.
+        shown._replace(treedef=None, axis_names=dict(shown.axis_names)),
         tuple(said),
-        tuple(named),
+        tuple(x.read(shown.paths) for x in named),
         tuple(hidden),
     )
     return reading, named, hidden
@@ -238,13 +254,8 @@ _ROLES = {"query": "query", "key": "key", "rotary_query": "by the whole"}
 
 
 def _layer_row(
-    named: NamedLayer,
-    layer: BoundLayer,
-    scaled: Collection[int],
-    tree: paths.PathedTree,
+    read: LayerRead, layer: BoundLayer, scaled: Collection[int]
 ) -> list[str]:
-    found = named.found[0]
-    lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
     roles = []
     for role, name in _ROLES.items():
         uses = [use for use in layer.uses if use.role == role]
@@ -252,15 +263,9 @@ def _layer_row(
         name = f"the {name} stays:" if stays else name
         leaves = ", ".join(dict.fromkeys(use.leaf.path for use in uses))
         roles += [f"{name} {leaves}"] if uses else []
-    sites = (site for layer in named.found for site in layer.sites)
-    for line, made in {k: v for site in sites for k, v in site.added.items()}.items():
-        bias = f"the bias at {line} stays"
-        if len(made) == 1:
-            path, n = tree.paths[min(made)], len(named.path)
-            is_inside = path[:n] == named.path
-            bias += f": {paths.show(path[n:] if is_inside else ('', *path))}"
-        roles.append(bias)
-    return [paths.show_module(named.path), str(found.heads), lines, "; ".join(roles)]
+    roles += read.biases
+    lines = ", ".join(read.lines)
+    return [paths.show_module(read.path), str(read.heads), lines, "; ".join(roles)]
 
 
 def _axes(verdict: Verdict, rank: int) -> str:
