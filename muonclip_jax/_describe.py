@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from ._calls import explained
 from ._layout.layout import Layout, read_layout
 from ._layout.shardings import Leaf
 from ._matrices.pieces import pieces_of
@@ -20,6 +21,7 @@ from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, FROZEN
+from ._parameters.fit import check_params
 from ._parameters.given import Model
 from ._qk_clip.heads import Heads
 from ._tables import leaf_table, Row, totals
@@ -30,6 +32,7 @@ _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
 _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 
 
+@explained
 def describe(
     params: Any,
     *,
@@ -95,8 +98,7 @@ def describe(
         orthogonalized together:
         4 x 8 x 16 float32 from 2 leaves
     """
-    if params is None:
-        raise ValueError("describe needs the params, got None")
+    check_params("describe(params)", params)
     params = paths.params_of(params)
     rules = matrix_rules(per_head, model, dimension_numbers, attention)
     layout = read_leaves(params, rules)

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
+from ._calls import explained
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
@@ -23,6 +24,7 @@ from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
 
 
+@explained
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     *,

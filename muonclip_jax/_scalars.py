@@ -12,17 +12,20 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from ._calls import explained
 from ._layout.layout import read_layout
 from ._model.attention_layers import Attention, Layers, layers_of
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
+from ._parameters.fit import check_params
 from ._parameters.given import Model
 from ._qk_clip.heads import Heads, UNKNOWN
 from ._qk_clip.multi_steps import MultiStepsState
 from ._qk_clip.qk_clip import QKClipState, states_in
 
 
+@explained
 def scalars(
     opt_state: Any,
     params: Any,
@@ -100,6 +103,7 @@ def scalars(
         >>> numbers["gamma/attn/head_1"], numbers["param_norm/matrix"]
         (0.25, 11.3137...)
     """
+    check_params("scalars(opt_state, params)", params)
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         # What a reading refuses the optimizer was made without: no matter for a logger.

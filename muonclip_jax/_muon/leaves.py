@@ -21,6 +21,7 @@ from .._model.per_head import MatrixRules
 from .._options import check_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import FROZEN, views_of
+from .._parameters.fit import check_fit
 from .._parameters.question import BEFORE_THE_MASK
 
 
@@ -74,9 +75,10 @@ def for_leaves(
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state(name, isinstance(state, state_type))
+        # First: a reading would take wrong gradients for other params.
+        check_fit(updates, params)
         layout = read(updates)
         gradients = layout.averaged(updates, extra_args.get("attention_stats"))
-        _check_params(layout, params)
         tx = build(layout)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
@@ -92,41 +94,6 @@ def for_leaves(
         return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
 
     return over_replicas(init_fn, update_fn, axis_name)
-
-
-def _check_params(layout: Layout, params: Any) -> None:
-    """Raises where the params of the gradients, read here, are other leaves."""
-    if params is None:
-        return
-    try:
-        theirs = layout.of(params)
-    except (TypeError, ValueError):
-        given = paths.flatten(params)
-        own, its = set(layout.tree.paths), set(given.paths)
-        others = [x for x in given.leaves if not paths.is_masked(x)]
-        which = [
-            f"the {name} lack {paths.show_all(sorted(x))}"
-            for name, x in {"gradients": its - own, "params": own - its}.items()
-            if x
-        ]
-        raise ValueError(
-            "gradients and params have different structures: "
-            + ("; ".join(which) or "their containers differ")
-            + (
-                ". Give an Equinox model as eqx.filter(model, eqx.is_inexact_array), "
-                "like its gradients"
-            )
-            * (not all(map(paths.is_array, others)))
-        ) from None
-    for own, leaf in zip(layout.leaves, theirs, strict=True):
-        shapes = [
-            np.shape(x) for x in (own.array, leaf.array) if not paths.is_masked(x)
-        ]
-        if len({*shapes}) > 1:
-            raise ValueError(
-                f"the gradient of '{paths.show(leaf.path)}' has shape {shapes[0]}, but "
-                f"in the params it is {shapes[1]}"
-            )
 
 
 def _check_made_so(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .._calls import explained
 from .._layout.layout import Layout
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
@@ -30,6 +31,7 @@ from .scale_by_muon import make_direction, ShapeScale
 from .weight_decay import check_rates, decay_mask, decayed_weights, Mask
 
 
+@explained
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
+from .._calls import explained
 from .._layout.layout import check_gradients, cut_axes, gather, Layout, own_block
 from .._layout.shardings import but_along, Leaf, Shardings
 from .._layout.state import state_by_path, StatePart, zeros_by_path
@@ -18,6 +19,7 @@ from .._model.per_head import matrix_rules
 from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
+from .._parameters.fit import check_fit
 from .._parameters.given import Model
 from .leaves import check_matrices_only, read_leaves
 
@@ -41,6 +43,7 @@ class NormalizeNeuronsState(NamedTuple):
     v: dict[str, jax.Array]
 
 
+@explained
 def normalize_neurons(
     b2: float | jax.Array = 0.95,
     *,
@@ -108,6 +111,7 @@ def normalize_neurons(
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state("normalize_neurons", isinstance(state, NormalizeNeuronsState))
+        check_fit(updates, params)
         layout = read(updates)
         check_gradients(layout.leaves)
         tx = neuron_normalization(layout, b2, eps)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .._calls import explained
 from .._layout.layout import Layout, own_block
 from .._layout.shardings import Leaf, Shardings
 from .._matrices.pieces import along_outputs
@@ -32,6 +33,7 @@ Scale = Callable[[int, int], Any]
 ShapeScale = float | jax.Array | Literal["mup"] | Scale | None
 
 
+@explained
 def scale_by_muon(
     *,
     beta: optax.ScalarOrSchedule = RISING_BETA,

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from .._calls import explained
 from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import names, paths
+from .fit import check_params
 from .given import (
     AUTOMATIC,
     broadcast,
@@ -31,6 +33,7 @@ FROZEN = "frozen"
 DimensionNumbers = Any | Callable[[Any], Any]
 
 
+@explained
 def flax_dimension_numbers(
     params: Any,
     *,
@@ -98,12 +101,14 @@ def flax_dimension_numbers(
         >>> found["attn"]["query"]["kernel"]
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
+    check_params("flax_dimension_numbers(params)", params)
     tree = paths.flatten(params)
     reading = ByNames(tree, stack_axes).verdicts(flag("per_head", per_head))
     found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
+@explained
 def matrix_mask(
     params: Any,
     *,
@@ -129,11 +134,13 @@ def matrix_mask(
         >>> mc.matrix_mask({"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
         {'up': {'bias': False, 'kernel': True}}
     """
+    check_params("matrix_mask(params)", params)
     tree = paths.flatten(paths.params_of(params))
     found = [x.numbers for x in resolve_verdicts(dimension_numbers, tree, model=model)]
     return tree.unflatten(x is not None and not paths.is_masked(x) for x in found)
 
 
+@explained
 def param_labels(
     params: Any,
     *,
@@ -179,6 +186,7 @@ def param_labels(
         >>> head = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
         >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
     """
+    check_params("param_labels(params)", params)
     tree = paths.flatten(paths.params_of(params))
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
     found = resolve_verdicts(dimension_numbers, tree, reading=reading)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._calls import explained
 from .._layout.layout import check_replicas, Layout, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
@@ -71,6 +72,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return self
 
 
+@explained
 def multi_steps(
     opt: optax.GradientTransformation,
     every_k_schedule: int | Callable[[Any], Any],

@@ -20,12 +20,14 @@ import numpy as np
 import optax
 
 from .._axes import explicit_spec, resharded
+from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import begins, check_state, number, POSITIVE, SHARE
+from .._parameters.fit import check_fit
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
@@ -65,6 +67,7 @@ class QKClipState(NamedTuple):
     last_clip: jax.Array
 
 
+@explained
 def qk_clip(
     threshold: optax.ScalarOrSchedule = 100.0,
     *,
@@ -184,6 +187,7 @@ def qk_clip(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
         check_state("qk_clip", isinstance(state, QKClipState))
+        check_fit(updates, params, "update")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
@@ -211,6 +215,7 @@ def qk_clip(
     return over_replicas(init_fn, update_fn, axis_name)
 
 
+@explained
 def clip_qk(
     params: optax.Params,
     attention_stats: Any,

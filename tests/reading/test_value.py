@@ -122,16 +122,18 @@ def test_static_argument_is_compiled_once():
     np.testing.assert_array_equal(first["q"], again["q"])
 
 
-def test_keeps_no_array_and_no_trace():
+def read_with_a_table():
     table = jnp.ones((5, 8))
-    held = [weakref.ref(table)]
 
     def loss(params, x):
         return attend(params, x + table)
 
     reading = mc.read_model(loss, HEADS, X)
-    held.append(weakref.ref(loss))
-    del table, loss
+    return reading, [weakref.ref(table), weakref.ref(loss)]
+
+
+def test_keeps_no_array_and_no_trace():
+    reading, held = read_with_a_table()
     gc.collect()
     assert reading.attention
     assert [x() for x in held] == [None, None]

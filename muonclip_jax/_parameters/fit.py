@@ -1,0 +1,76 @@
+"""Whether params are params, and gradients, or updates, are theirs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import paths
+
+
+def check_params(call: str, params: Any) -> None:
+    """Raises for a reading or a state where params are needed; `call` is as it is."""
+    if all(hasattr(params, x) for x in ("verdicts", "attention", "labels")):
+        got = "a reading (its table is print(reading), and it is given as model=)"
+    elif any(map(_is_state, jax.tree.leaves(params, is_leaf=_is_state))):
+        got = "the state of an optimizer"
+    elif params is None or isinstance(params, str):
+        got = repr(params)
+    else:
+        return
+    name = call.partition("(")[0]
+    raise ValueError(f"{name} needs the params, got {got}: call {call}")
+
+
+def _is_state(node: Any) -> bool:
+    # All states of optax and of this package are named tuples, and no params are.
+    package = type(node).__module__.partition(".")[0]
+    is_of_optimizer = package in ("optax", __name__.partition(".")[0])
+    return is_of_optimizer and hasattr(node, "_fields") and not paths.is_masked(node)
+
+
+def check_fit(updates: Any, params: Any, kind: str = "gradient") -> None:
+    """Raises, naming the paths, where updates and params are different leaves.
+
+    They differ in structure or shape, or updates are complex and params are not.
+    """
+    if params is None:
+        return
+    mine, treedef = jax.tree.flatten(updates, is_leaf=paths.is_masked)
+    try:
+        theirs = treedef.flatten_up_to(params)
+    except (TypeError, ValueError):
+        raise ValueError(_how_they_differ(updates, params, kind)) from None
+    for i, (update, param) in enumerate(zip(mine, theirs, strict=True)):
+        if paths.is_masked(update) or paths.is_masked(param):
+            continue
+        if np.shape(update) != np.shape(param):
+            wrong = f"shape {np.shape(update)}, but in the params it is"
+            right = str(np.shape(param))
+        elif jnp.iscomplexobj(update) and not jnp.iscomplexobj(param):
+            wrong = f"dtype {update.dtype}, but its parameter is real:"
+            right = f"{param.dtype}. Take the gradient of a real loss"
+        else:
+            continue
+        path = paths.show(paths.flatten(updates).paths[i])
+        raise ValueError(f"the {kind} of '{path}' has {wrong} {right}")
+
+
+def _how_they_differ(updates: Any, params: Any, kind: str) -> str:
+    found = f"{kind}s and params have different structures: "
+    is_pair = isinstance(updates, tuple) and len(updates) == 2
+    if is_pair and jax.tree.structure(updates[1]) == jax.tree.structure(params):
+        return f"{found}got (value, gradients), as jax.value_and_grad returns them"
+    mine, theirs = paths.flatten(updates), paths.flatten(params)
+    own, its = {*mine.paths}, {*theirs.paths}
+    lacks = {f"{kind}s": its - own, "params": own - its}
+    which = [f"the {x} lack {paths.show_all(sorted(y))}" for x, y in lacks.items() if y]
+    found += "; ".join(which) or "their containers differ"
+    others = [x for x in theirs.leaves if not paths.is_masked(x)]
+    if not all(map(paths.is_array, others)):
+        found += (
+            ". Give an Equinox model as eqx.filter(model, eqx.is_inexact_array), like "
+            "its gradients"
+        )
+    return found
