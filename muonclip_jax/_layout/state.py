@@ -111,6 +111,17 @@ def counts_replicated(state: Any, mesh: Any) -> Any:
     return jax.tree.map(lambda x: x if jnp.ndim(x) else replicated(x, mesh), state)
 
 
+def begun(state: Any, layout: Layout) -> Any:
+    """A first state of counts and rows, on the mesh of the params from the start."""
+    state = replicated(state, layout.mesh)
+    arrays = [x.array for x in layout.leaves if isinstance(x.array, Tracer)]
+    # A type does not name devices, and jit drops params that nothing reads: without one
+    # of them a program of explicit axes would leave the state on one device.
+    if layout.mesh is None or not arrays:
+        return state
+    return jax.lax.optimization_barrier((state, arrays[0]))[0]
+
+
 def replicated(state: Any, mesh: Any) -> Any:
     """A state's counts and rows, whole on all devices of the mesh of the params.
 
@@ -123,14 +134,16 @@ def replicated(state: Any, mesh: Any) -> Any:
         return state
     # Rows of statistics are some numbers for each head: to replicate them costs
     # nothing, and masks and metrics read them on every device.
-    whole = PartitionSpec()
     is_left_open = AxisType.Auto in mesh.axis_types
 
     def put(x: jax.Array) -> jax.Array:
+        # Explicit axes are in types, whose specs name every dimension.
+        whole = PartitionSpec(*[None] * (0 if is_left_open else jnp.ndim(x)))
         if isinstance(x, Tracer):
-            # Explicit axes are in the type, which is replicated from the start.
             sharding = NamedSharding(mesh, whole)
-            return jax.lax.with_sharding_constraint(x, sharding) if is_left_open else x
+            if is_left_open:
+                return jax.lax.with_sharding_constraint(x, sharding)
+            return jax.sharding.reshard(x, sharding)
         if not isinstance(mesh, Mesh) or is_sharded_as(x, mesh, whole):
             return x
         return jax.device_put(x, NamedSharding(mesh, whole))

@@ -23,7 +23,7 @@ from .._axes import explicit_spec, resharded
 from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
-from .._layout.state import replicated
+from .._layout.state import begun, replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import begins, check_state, number, POSITIVE, SHARE
@@ -178,7 +178,7 @@ def qk_clip(
         )
         # Replicated here and after each step. Otherwise the first step would change the
         # sharding: `jit` would compile twice, and a program compiled ahead would fail.
-        return replicated(state, layout.mesh)
+        return begun(state, layout)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args

@@ -115,3 +115,21 @@ def test_vmap_over_a_hyperparameter_on_a_mesh():
     for scale, y in zip((1.0, 5.0), found, strict=True):
         expected = update(scale, PARAMS["wide"])
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["jit", "eager"])
+def test_state_of_the_clip_has_one_sharding_from_init_on(is_compiled):
+    mesh = jax.make_mesh((2,), ("f",), axis_types=(AxisType.Explicit,))
+    kernel = jax.device_put(jnp.ones((8, 2, 4)), NamedSharding(mesh, P("f")))
+    params = {"attn": {n: {"kernel": kernel} for n in ("query", "key")}}
+    stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+    stats = jax.device_put(stats, NamedSharding(mesh, P()))
+    tx = mc.qk_clip()
+    state = (jax.jit(tx.init) if is_compiled else tx.init)(params)
+    step = jax.jit(lambda p, s: tx.update(p, s, p, attention_stats=stats))
+    _, after = step(params, state)
+    assert int(after.num_clipped) == 1
+    for one, two in zip(state, after, strict=True):
+        assert one.sharding == two.sharding
+    step(params, after)
+    assert step._cache_size() == 1
