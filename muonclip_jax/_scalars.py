@@ -15,6 +15,7 @@ from jax.core import Tracer
 from ._calls import explained
 from ._layout.layout import read_layout
 from ._model.attention_layers import Attention, Layers, layers_of
+from ._muon.momentum import ScaleByMuonState
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
@@ -81,7 +82,8 @@ def scalars(
 
     **Returns:** a flat dict of Python numbers, or of arrays under `jit`.
 
-    **Warns:** if `qk_clip` is inside a plain `optax.MultiSteps`, see [`multi_steps`][].
+    **Warns:** if `qk_clip` is before Muon in a chain, where it clips nothing, or inside
+    a plain `optax.MultiSteps`, see [`multi_steps`][].
 
     **Raises:** `ValueError` as [`param_labels`][] does, for several `qk_clip` in the
     optimizer, and for a state that was made for other params.
@@ -179,7 +181,16 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
     if not found:
         return None
     if len(found) > 1:
-        raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
+        raise ValueError(
+            f"the optimizer has {len(found)} qk_clip states, expected one: each scales "
+            "what another has scaled. mc.muonclip has a qk_clip of its own"
+        )
+    if _is_before_muon(opt_state):
+        warnings.warn(
+            "qk_clip is before Muon in the chain, which replaces what it changed: "
+            "nothing is clipped, though num_clipped counts heads. Put it last",
+            stacklevel=3,
+        )
     # The outermost of either kind: an optax state inside of ours, which has combined
     # the statistics, is not found.
     steps = states_in(opt_state, (MultiStepsState, optax.MultiStepsState))
@@ -193,6 +204,22 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
         )
     # An `nnx.Optimizer` holds variables in place of arrays.
     return QKClipState(*map(jnp.asarray, found[0]))
+
+
+def _is_before_muon(opt_state: Any) -> bool:
+    """Whether a chain has a clip in front of Muon."""
+    kinds = (QKClipState, ScaleByMuonState)
+    states = jax.tree.leaves_with_path(opt_state, lambda x: isinstance(x, kinds))
+    of_clips, of_muon = (
+        [path for path, x in states if isinstance(x, kind)] for kind in kinds
+    )
+    for one, two in itertools.product(of_clips, of_muon):
+        pairs = zip(one, two, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        is_chain = all(isinstance(x, jax.tree_util.SequenceKey) for x in first)
+        if is_chain and first[0].idx < first[1].idx:
+            return True
+    return False
 
 
 def _hyperparams(opt_state: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +201,34 @@ def test_a_reading_names_layers_and_groups():
     found = mc.scalars(state, params, updates=grads, model=reading)
     np.testing.assert_allclose(found["update_norm/head"], norm(grads["out"]), rtol=1e-5)
     assert "param_norm/matrix" in found
+
+
+def test_second_clip_and_clip_before_muon_are_named():
+    muon, clip = mc.muon(0.0, **STACKED), mc.qk_clip()
+    twice = optax.chain(mc.muonclip(0.0, **STACKED), clip)
+    updates, state = one_step(twice)
+    # 400 to 25, not to 100: the head is scaled by the square of its factor.
+    query, key = (
+        (PARAMS["layers"]["attn"][n]["kernel"] + updates["layers"]["attn"][n]["kernel"])
+        / PARAMS["layers"]["attn"][n]["kernel"]
+        for n in ("query", "key")
+    )
+    factor = (query * key)[0, :, 1]
+    np.testing.assert_allclose(factor, (100 / 400) ** 2, rtol=1e-4)
+    with pytest.raises(ValueError, match="2 qk_clip states.*scales what another has"):
+        mc.scalars(state, PARAMS)
+
+    updates, state = one_step(optax.chain(optax.chain(clip), muon))
+    assert not np.any(updates["layers"]["attn"]["query"]["kernel"])
+    with pytest.warns(UserWarning, match="qk_clip is before Muon .* nothing is clip"):
+        assert mc.scalars(state, PARAMS)["num_clipped"] == 2
+    for right in (
+        optax.chain(muon, clip),
+        optax.partition(
+            {"a": clip, "b": mc.muon(0.0)},
+            lambda tree: jax.tree.map(lambda _: "b", tree) | {"layers": "a"},
+        ),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mc.scalars(right.init(PARAMS), PARAMS)
