@@ -24,6 +24,7 @@ from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     check_none_overlooked,
     Layers,
+    LayersRead,
     READ_IT,
     resolve_attention,
     show_layer,
@@ -79,6 +80,9 @@ class Heads:
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
         self.count = 0
+        is_read = isinstance(attention, LayersRead)
+        makers = attention.model.makers if is_read else {}
+        shown_paths = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
             own = [layer.path_of(leaf) for leaf in layer.leaves]
             hidden = [path for path in own if is_masked(leaf_at[path])]
@@ -95,6 +99,15 @@ class Heads:
                     "the params of model= is trained, as with wrt=nnx.LoRAParam, use "
                     "mc.muon, which does not clip. To clip frozen params, too, use "
                     "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
+                )
+            elif trained := [x for x in makers.get(layer.path, ()) if x in shown_paths]:
+                # The logits still grow, and nothing that is left can scale them.
+                raise ValueError(
+                    f"QK-Clip cannot act on attention layer '{show_layer(layer)}': the "
+                    f"optimizer is not given {show_all(hidden)}, the only parameters "
+                    f"that scale its logits, but trains {show_all(trained, 3)}, which "
+                    "make them. Train both, freeze both, or put mc.qk_clip after the "
+                    "mask or partition"
                 )
         self._scaled = scaled_leaves(self.layers)
 

@@ -36,9 +36,15 @@ class NamedLayer(NamedTuple):
                 is_inside = path[:n] == self.path
                 at = f": {paths.show(path[n:] if is_inside else ('', *path))}"
             words.append(f"the bias at {line} stays{at}")
-        heads = self.found[0].heads
+        makers = sorted({i for layer in self.found for i in layer.makers})
         return LayerRead(
-            self.path, self.layer, self.refusal, heads, (*lines,), (*words,)
+            self.path,
+            self.layer,
+            self.refusal,
+            self.found[0].heads,
+            (*lines,),
+            (*words,),
+            tuple(leaf_paths[i] for i in makers),
         )
 
 
@@ -51,6 +57,7 @@ class LayerRead(NamedTuple):
     heads: int
     lines: tuple[str, ...]  # of its calls
     biases: tuple[str, ...]  # in words
+    makers: tuple[paths.Path, ...]  # all parameters that made query and key
 
     @property
     def where(self) -> str:

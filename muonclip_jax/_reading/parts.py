@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
     whole: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
     why: str  # if so, why
-    makers: set[int]  # the parameters in the sum
+    makers: set[int]  # all parameters in the sum, also those before a norm
     events: set[int]
     picked: set[int]  # parameters of which an unknown index takes a part
     is_unsure: bool = False  # whether entries are in several heads
@@ -70,7 +70,7 @@ def parts_in(found: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
         is_in = [bool(entries.heads.any()) for _, entries in linear or made]
         if not (all(is_in) if linear else any(is_in) or not is_in):
             continue  # the summand is in other cells
-        parts.makers.update(f.parameter for f, x in linear or made if x.heads.any())
+        parts.makers.update(f.parameter for f, x in made if x.heads.any())
         here.append((s, linear))
     for s, linear in here:
         trained = [x for x in linear if x[0].parameter not in frozen]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +100,11 @@ class ModelReading:
         """The shape of each parameter, by its path."""
         rows = self._tree.rows()
         return {path: tuple(map(int, leaf.shape)) for path, leaf in rows}
+
+    @property
+    def makers(self) -> Mapping[str, Sequence[paths.Path]]:
+        """All parameters that made query and key, by the path of their layer."""
+        return {x.layer.path: x.makers for x in self._layers if x.layer is not None}
 
     @property
     def refused(self) -> tuple[str, ...]:
