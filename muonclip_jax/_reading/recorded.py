@@ -19,6 +19,7 @@ from .attention import Layer
 from .calls import Call, call_of, check_function
 from .jaxprs import Address
 from .primitives import Kind, kind_of
+from .layers import NamedLayer
 from .reading import read_call
 from .sites import Site
 
@@ -115,6 +116,9 @@ def record_attention(
 #: The statistics found up to now, by the number of their site.
 Stats = dict[int, jax.Array]
 
+#: Where logits are recorded, by the identity of the site that the reading found.
+Sites = dict[int, tuple[Layer, Site]]
+
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     """Returns the function's result and the statistics."""
@@ -127,13 +131,11 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "instead; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
-    for layer in (layer for named in clipped for layer in named.found):
-        if not layer.sites:
-            raise ValueError(f"the logits of {layer.line} {layer.unclear}")
     # Layers that one loop runs, or one product has, are recorded together.
-    every = [(layer, y) for x in clipped for layer in x.found for y in layer.sites]
-    own = {id(site): (layer, site) for layer, site in every}
-    outs, recorded = _Recorder([*own.values()]).run(call.body, call.values, ())
+    own = {id(site): (layer, site) for layer, site in _sites(layers)}
+    if call.twins:
+        own = _in_symbols(call, own, _sites(layers))
+    outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
     by_site = {key: recorded[n] for n, key in enumerate(own)}
     stats: dict[str, Any] = {}
     for named in clipped:
@@ -146,6 +148,31 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
                 jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
             )
     return call.outputs(_values(outs)), stats
+
+
+def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
+    """Returns where to record the layers that have a statistic."""
+    clipped = [x for named in layers if named.layer is not None for x in named.found]
+    for layer in clipped:
+        if not layer.sites:
+            raise ValueError(f"the logits of {layer.line} {layer.unclear}")
+    return [(layer, site) for layer in clipped for site in layer.sites]
+
+
+def _in_symbols(call: Call, own: Sites, sites: Sequence[Any]) -> Sites:
+    """Returns sites for all sizes of symbolic dimensions, by a second reading."""
+    *_, twin = call.twins
+    others = _sites(read_call(call._replace(body=twin.body))[1])
+    if len(others) != len(sites):
+        raise ValueError(
+            f"with the sizes {call.twins[0].sizes} the logits enter the softmax at "
+            f"{len(sites)} places, with {twin.sizes} at {len(others)}: give integers"
+        )
+    at = {id(x): y for (_, x), (_, y) in zip(sites, others, strict=True)}
+    return {
+        key: (layer, site.in_symbols(at[key], call.twins))
+        for key, (layer, site) in own.items()
+    }
 
 
 def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
