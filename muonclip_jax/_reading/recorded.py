@@ -18,8 +18,8 @@ from . import jaxprs, kernels
 from .attention import Layer
 from .calls import Call, call_of, check_function
 from .jaxprs import Address
-from .primitives import Kind, kind_of
 from .layers import NamedLayer
+from .primitives import Kind, kind_of
 from .reading import read_call
 from .sites import Site
 
@@ -60,7 +60,8 @@ def record_attention(
 
     **Arguments:**
 
-    - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][].
+    - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][]. For `jax.export`,
+        dimensions of arguments other than the params may be symbolic.
     - `has_aux`: whether `fun` returns a pair whose second element is auxiliary.
     - `strict`: whether to raise an error for an operation that may be attention but
         cannot be read, such as a Pallas kernel with several activations as inputs. Set
@@ -132,9 +133,10 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
         )
     clipped = [named for named in layers if named.layer is not None]
     # Layers that one loop runs, or one product has, are recorded together.
-    own = {id(site): (layer, site) for layer, site in _sites(layers)}
+    every = _sites(layers)
+    own = {id(site): (layer, site) for layer, site in every}
     if call.twins:
-        own = _in_symbols(call, own, _sites(layers))
+        own = _in_symbols(call, every)
     outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
     by_site = {key: recorded[n] for n, key in enumerate(own)}
     stats: dict[str, Any] = {}
@@ -159,20 +161,24 @@ def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
     return [(layer, site) for layer in clipped for site in layer.sites]
 
 
-def _in_symbols(call: Call, own: Sites, sites: Sequence[Any]) -> Sites:
-    """Returns sites for all sizes of symbolic dimensions, by a second reading."""
-    *_, twin = call.twins
-    others = _sites(read_call(call._replace(body=twin.body))[1])
-    if len(others) != len(sites):
-        raise ValueError(
-            f"with the sizes {call.twins[0].sizes} the logits enter the softmax at "
-            f"{len(sites)} places, with {twin.sizes} at {len(others)}: give integers"
-        )
-    at = {id(x): y for (_, x), (_, y) in zip(sites, others, strict=True)}
-    return {
-        key: (layer, site.in_symbols(at[key], call.twins))
-        for key, (layer, site) in own.items()
-    }
+def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
+    """Returns the sites for all sizes of symbolic dimensions, by a second reading."""
+    other = call._replace(body=call.twins[1].body)
+    found, again = {}, _sites(read_call(other)[1])
+    if len(again) != len(every):
+        again = [None] * len(every)
+    for (layer, site), of_twin in zip(every, again, strict=True):
+        is_same = of_twin is not None and layer.stacked == of_twin[0].stacked
+        new = site.in_symbols(of_twin[1], call.twins) if of_twin and is_same else None
+        if new is None:
+            raise ValueError(
+                f"the logits of {layer.line} cannot be recorded for every size of "
+                f"{', '.join(call.twins[0].sizes)}: their place or their factor in the "
+                "softmax is no dimension of an array. Make shapes of integers, or keep "
+                "batch, heads and length in axes of their own"
+            )
+        found[id(site)] = layer, new
+    return found
 
 
 def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:

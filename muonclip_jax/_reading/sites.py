@@ -6,6 +6,7 @@ yet. The recorder takes the largest logits there.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -80,40 +81,35 @@ class Site:
             found = largest(found.reshape(self.blocks), (0, 2))
         return largest(found[self.rows], 1) * self.factor
 
+    def in_symbols(self, other: "Site", twins: Sequence[Twin]) -> "Site | None":
+        """Returns the site of the original, from the sites of both of its twins.
 
-    def in_symbols(self, other: "Site", twins: Sequence[Twin]) -> "Site":
-        """Returns the site of the original, from the sites of its two twins.
-
-        **Raises:** `ValueError` if it has no form that holds for all sizes.
+        Returns `None` if these differ in a way that no dimension explains.
         """
-        both = self, other
-        shapes = [site.atom.shape for site in both]
-        facts = [
-            (x.eqn.address, x.operand, x.axes, x.dims, str(x.factor), x.biases)
-            for x in both
-        ]
+        (form, parts), (same, others) = ((x._form(), x.boxes) for x in (self, other))
+        if form != same or math.isnan(self.factor):
+            return None
+        shapes = self.atom.shape, other.atom.shape
         boxes = [
-            tuple(_slice(twins, *axis) for axis in zip(*own, *shapes, strict=True))
-            for own in zip(self.boxes, other.boxes, strict=False)
+            tuple(_slice(twins, *axis) for axis in zip(*both, *shapes, strict=True))
+            for both in zip(parts, others, strict=True)
         ]
         rows, blocks = self.rows, ()
-        if not np.array_equal(self.rows, other.rows):
-            (n, size, rows), (m, others, same) = (site._blocks() for site in both)
-            blocks = -1, n, written(twins, (size, others))
-            facts[0] += n, rows.tolist()
-            facts[1] += m, same.tolist()
-        is_same = facts[0] == facts[1] and len(self.boxes) == len(other.boxes)
-        if not is_same or math.isnan(self.factor) or None in (*blocks, *boxes):
-            raise ValueError(
-                f"the logits at {self.eqn.line} cannot be recorded for all sizes of "
-                f"{', '.join(twins[0].sizes)}: where they enter the softmax, or a "
-                "factor of theirs, depends on the sizes in a way that no dimension "
-                "writes. Give integers, or an axis of its own to every symbol"
-            )
-        return dataclasses.replace(self, rows=rows, boxes=boxes, blocks=blocks)
+        if not np.array_equal(rows, other.rows):
+            (n, size, rows), (m, size_of_other, same) = self._blocks(), other._blocks()
+            if n != m or not np.array_equal(rows, same):
+                return None
+            blocks = -1, n, written(twins, (size, size_of_other))
+        is_clear = None not in (*blocks, *itertools.chain(*boxes))
+        new = dataclasses.replace(self, rows=rows, boxes=boxes, blocks=blocks)
+        return new if is_clear else None
+
+    def _form(self) -> tuple[Any, ...]:
+        own = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
+        return self.eqn.address, *own, self.biases
 
     def _blocks(self) -> tuple[int, int, np.ndarray]:
-        """Returns `n`, `size` and `rows` as with `blocks`, the fewest possible."""
+        """Returns the smallest `n` with the largest `size`, as for `blocks`; `rows`."""
         heads = np.full(math.prod(self.atom.shape[d] for d in self.dims), -1)
         for head, row in enumerate(self.rows):
             heads[row] = head
@@ -150,7 +146,9 @@ def _cut(x: jax.Array, box: tuple[slice, ...]) -> jax.Array:
     """Returns a part of an array, whose ends may be symbolic."""
     starts = [at.start or 0 for at in box]
     both = zip(box, x.shape, strict=True)
-    return jax.lax.slice(x, starts, [n if at.stop is None else at.stop for at, n in both])
+    return jax.lax.slice(
+        x, starts, [n if at.stop is None else at.stop for at, n in both]
+    )
 
 
 class Unclear(Exception):

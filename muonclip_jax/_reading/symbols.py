@@ -8,10 +8,12 @@ expression of the symbols such a number is.
 """
 
 import itertools
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax._src.core import jaxprs_in_params  # public from JAX 0.9 on
 from jax.extend.core import Literal, Var
 
 from . import jaxprs
@@ -39,7 +41,7 @@ def is_symbolic(dim: Any) -> bool:
 
 
 def symbols_in(x: Any) -> list[str]:
-    """Returns the symbolic dimensions of an array or a variable, as they are written."""
+    """Returns the symbolic dimensions of an array, as they are written."""
     return [str(n) for n in getattr(x, "shape", ()) if is_symbolic(n)]
 
 
@@ -50,15 +52,13 @@ def twins_of(body: jaxprs.Inner) -> tuple[Twin, ...]:
     """
     if not any(symbols_in(x.aval) for x in (*body.jaxpr.invars, *body.jaxpr.constvars)):
         return ()
-    every: dict[Any, None] = {}
-    _Change(lambda dim: every.setdefault(dim, dim)).inner(body)
+    every = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
     dims = [dim for dim in every if is_symbolic(dim)]
     choice = _Choice(dims, {dim for dim in every if not is_symbolic(dim)})
     first = choice.sizes()
-    both = first, choice.sizes(first)
     return tuple(
-        Twin(_Change(lambda dim, x=x: size_of(dim, x)).inner(body), x, dims)
-        for x in both
+        Twin(body._replace(jaxpr=_Sized(sizes).value(body.jaxpr)), sizes, dims)
+        for sizes in (first, choice.sizes(first))
     )
 
 
@@ -87,15 +87,20 @@ class _Choice:
 
     def __init__(self, dims: Sequence[Any], fixed: set[Any]):
         self._dims, self._fixed = dims, fixed
-        self._scope = dims[0].scope
-        rules = self._scope._explicit_constraints
+        scopes = dict.fromkeys(dim.scope for dim in dims)
+        rules = (rule for scope in scopes for rule in scope._explicit_constraints)
         self._rules = [rule for rule in rules if is_symbolic(rule.diff)]
         every = (*dims, *(rule.diff for rule in self._rules))
         self._names = sorted({name for dim in every for name in dim._get_vars()})
+        self._choices = {name: self._of_one(name) for name in self._names}
 
     def sizes(self, before: Sizes | None = None) -> Sizes:
         """Returns sizes that satisfy all constraints, and other ones than `before`."""
-        choices = [self._of_one(name, before) for name in self._names]
+        choices = [
+            [n for n in self._choices[name] if not before or n != before[name]]
+            or self._choices[name]
+            for name in self._names
+        ]
         every = itertools.islice(itertools.product(*choices), _COMBINATIONS)
         named = (dict(zip(self._names, sizes, strict=True)) for sizes in every)
         best: tuple[int, Sizes] | None = None
@@ -107,18 +112,18 @@ class _Choice:
                 break
         if best is None:
             raise ValueError(
-                f"no sizes of {', '.join(self._names)} up to {_LARGEST} were found for "
-                f"the symbolic scope {self._scope}"
+                f"no sizes of {', '.join(self._names)} below {_LARGEST:,} were found "
+                f"for {', '.join(rule.debug_str for rule in self._rules)}"
             )
         return best[1]
 
-    def _of_one(self, name: str, before: Sizes | None) -> list[int]:
+    def _of_one(self, name: str) -> list[int]:
         """Returns sizes of one symbol, the ones that mislead least first."""
         found: list[tuple[int, int]] = []
         good = 0
         for n in range(2, _LARGEST):
             if self._is_allowed({name: n}):
-                count = self._misleading({name: n}, before)
+                count = self._misleading({name: n})
                 found.append((count, n))
                 good += not count
             if good == _CHOICE or len(found) == _TRIED:
@@ -134,7 +139,7 @@ class _Choice:
                     return False
         return True
 
-    def _misleading(self, sizes: Sizes, before: Sizes | None) -> int:
+    def _misleading(self, sizes: Sizes, before: Sizes | None = None) -> int:
         """Returns how many dimensions of these symbols alone have a bad size."""
         dims = [dim for dim in self._dims if dim._get_vars() <= sizes.keys()]
         found = [size_of(dim, sizes) for dim in dims]
@@ -143,34 +148,44 @@ class _Choice:
         return len(dims) - len(own) + sum(map(operator.eq, found, earlier))
 
 
-class _Change:
-    """Changes each dimension of the variables of a jaxpr, and what is written with it.
+def _dims_in(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    """Iterates over the dimensions of all arrays in a jaxpr."""
+    made = (x for eqn in jaxpr.eqns for x in eqn.outvars)
+    for x in (*jaxpr.invars, *jaxpr.constvars, *made):
+        yield from getattr(x.aval, "shape", ())
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _dims_in(inner, seen)
 
-    The parameters of an equation are searched, too, except for objects and functions
-    in them: the reading asks none of these for a size.
+
+class _Sized:
+    """Puts sizes in the place of symbols, in arrays and in parameters of equations.
+
+    Objects and functions among the parameters stay: the reading asks them for no size.
     """
 
-    def __init__(self, change: Callable[[Any], Any]):
-        self._change = change
+    def __init__(self, sizes: Sizes):
+        self._sizes = sizes
         self._done: dict[int, tuple[Any, Any]] = {}
 
-    def inner(self, body: jaxprs.Inner) -> jaxprs.Inner:
-        return body._replace(jaxpr=self._value(body.jaxpr))
-
-    def _value(self, x: Any) -> Any:
+    def value(self, x: Any) -> Any:
+        """Returns a dimension, a jaxpr, or a parameter with some of these."""
         if is_symbolic(x):
-            return self._change(x)
+            return size_of(x, self._sizes)
         if isinstance(x, tuple | list):
-            made = [self._value(part) for part in x]
+            made = [self.value(part) for part in x]
             if all(map(operator.is_, made, x)):
                 return x
             return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
         if hasattr(getattr(x, "jaxpr", x), "eqns"):
-            # Two equations may run one jaxpr. It is kept, so that no other gets its id.
+            # Several equations may run one jaxpr. The key keeps it alive, so that no
+            # other one gets its id.
             if id(x) not in self._done:
                 is_closed = hasattr(x, "consts")
-                own = x.replace(jaxpr=self._jaxpr(x.jaxpr)) if is_closed else None
-                self._done[id(x)] = x, own or self._jaxpr(x)
+                own = self._jaxpr(x.jaxpr if is_closed else x)
+                self._done[id(x)] = x, x.replace(jaxpr=own) if is_closed else own
             return self._done[id(x)][1]
         return x
 
@@ -186,8 +201,10 @@ class _Change:
             return own[x]
 
         def eqn(x: Any) -> Any:
-            params = {name: self._value(of) for name, of in x.params.items()}
+            params = {name: self.value(of) for name, of in x.params.items()}
             ins, outs = ([*map(atom, xs)] for xs in (x.invars, x.outvars))
+            if x.primitive.name == "reshape":
+                _check_reshape(x, ins[0].aval.shape, outs[0].aval.shape)
             return x.replace(invars=ins, outvars=outs, params=params)
 
         return jaxpr.replace(
@@ -202,6 +219,19 @@ class _Change:
             inner = self._aval(aval.inner_aval)
             return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
         shape = getattr(aval, "shape", ())
-        changed = tuple(map(self._change, shape))
-        is_same = all(map(operator.is_, changed, shape))
-        return aval if is_same else aval.update(shape=changed)
+        sized = self.value(shape)
+        return aval if sized is shape else aval.update(shape=sized)
+
+
+def _check_reshape(eqn: Any, old: Sequence[int], new: Sequence[int]) -> None:
+    """Raises for a reshape that suits one size only, which JAX notices in a run."""
+    if math.prod(old) != math.prod(new):
+        shapes = (
+            f"({', '.join(map(str, x.aval.shape))})"
+            for x in (eqn.invars[0], eqn.outvars[0])
+        )
+        raise ValueError(
+            f"the reshape at {jaxprs.line((eqn,))} of {' to '.join(shapes)} is not "
+            "possible for every size: compute the new shape from the old one, or give "
+            'jax.export.symbolic_shape a constraint, such as "mod(length, 128) == 0"'
+        )
