@@ -228,7 +228,7 @@ def fitting(
         if value.shape[-3:-1] != key.shape[-3:-1]:
             raise ValueError(f"key {key.shape} and value {value.shape} do not fit")
     try:
-        batch = np.broadcast_shapes(*(x.shape[:-3] for x in arrays))
+        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in arrays))
     except ValueError:
         raise ValueError(f"{shapes}: their batch axes do not fit") from None
     spread = [jnp.broadcast_to(x, (*batch, *x.shape[-3:])) for x in arrays]

@@ -64,6 +64,12 @@ class Layer:
     def line(self) -> str:
         return self.products[0].line
 
+    @property
+    def stacked(self) -> tuple[Any, ...]:
+        """How its statistic is taken from what is recorded."""
+        places = None if self.places is None else self.places.tolist()
+        return self.heads, self.recorded, self.own_heads, self.loops, places
+
 
 class _Array(NamedTuple):
     """An array that enters logits; `role` says which scaled entries it is linear in."""

@@ -11,6 +11,7 @@ import jax
 from .._options import shown
 from .._parameters import paths
 from . import jaxprs
+from .symbols import symbols_in, Twin, twins_of
 
 
 class Call(NamedTuple):
@@ -18,7 +19,9 @@ class Call(NamedTuple):
 
     tree: paths.PathedTree  # the parameters
     arrays: list[int]  # indices of its leaves that are arrays
-    body: jaxprs.Inner
+    body: jaxprs.Inner  # to read: symbolic dimensions have sizes in it
+    original: jaxprs.Inner  # to run: with all symbolic dimensions
+    twins: Sequence[Twin]  # `body` and another one, if dimensions are symbolic
     values: list[Any]  # the arrays to run it on
     # Returns the function's result, from the jaxpr's outputs. NNX objects among the
     # arguments change only when it is called.
@@ -139,6 +142,12 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
         return structure.unflatten(out)
 
     values = [given[i] for i in at]
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        if written := symbols_in(leaf):
+            raise ValueError(
+                f"{paths.show(path)} has the symbolic dimension {written[0]}: those of "
+                "params must be integers, only those of other arguments may be symbolic"
+            )
     try:
         body = jaxprs.trace(_named_as(fun, of_arrays), *values)
     except jax.errors.JAXTypeError as error:
@@ -148,4 +157,6 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
             "bind what is no data with functools.partial."
         )
         raise
-    return Call(tree, [i for i in at if i < end], body, values, outputs)
+    arrays, twins = [i for i in at if i < end], twins_of(body)
+    read = twins[0].body if twins else body
+    return Call(tree, arrays, read, body, twins, values, outputs)

@@ -80,7 +80,7 @@ class Loop(NamedTuple):
     body: Inner
     consts: int
     carry: int
-    trips: int | None = None  # `None` for a `while`: only a run shows them
+    trips: Any = None  # `None` for a `while`: only a run shows them
     # Only a `while` has a condition; its `first` constants precede all other inputs.
     condition: Inner | None = None
     first: int = 0
@@ -125,7 +125,7 @@ def loop(eqn: Any) -> Loop | None:
         consts, carry, _ = map(len, params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
-    body, trips = inner(params["jaxpr"]), int(params["length"])
+    body, trips = inner(params["jaxpr"]), params["length"]
     return Loop(body, consts, carry, trips, is_reversed=bool(params["reverse"]))
 
 
@@ -348,6 +348,8 @@ def call_again(eqn: Any, fun: Any) -> Any:
 def scan_again(eqn: Any, fun: Any, carry: Any, slices: Any) -> Any:
     """Runs `jax.lax.scan` of a function in place of an equation's jaxpr."""
     names = ("length", "reverse", "unroll")
+    if jax.tree.leaves(slices):  # these have the length, which may be symbolic
+        names = names[1:]
     return jax.lax.scan(fun, carry, slices, **{n: eqn.params[n] for n in names})
 
 

@@ -76,7 +76,7 @@ class Kind(enum.Enum):
     ALGEBRA = "linear algebra, which may hide a parameter but hides no attention"
     # Of no entries:
     COUNTER = "0, 1, 2, ..."
-    GENERATED = "random numbers, or the number of a device"
+    GENERATED = "random numbers, the number of a device, or a symbolic dimension"
     UNKNOWN = "anything: the table has no row for the primitive"
 
     @property
@@ -288,7 +288,7 @@ _ROWS = (
     Row("iota", Kind.COUNTER, _none, rules.nowhere, values.iota),
     Row(
         "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
-        "random_split rng_bit_generator threefry2x32 axis_index",
+        "random_split rng_bit_generator threefry2x32 axis_index dim_as_value",
         Kind.GENERATED,
         _none,
         rules.nowhere,

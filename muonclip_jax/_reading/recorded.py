@@ -18,6 +18,7 @@ from . import jaxprs, kernels
 from .attention import Layer
 from .calls import Call, call_of, check_function
 from .jaxprs import Address
+from .layers import NamedLayer
 from .primitives import Kind, kind_of
 from .reading import read_call
 from .sites import Site
@@ -59,7 +60,8 @@ def record_attention(
 
     **Arguments:**
 
-    - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][].
+    - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][]. For `jax.export`,
+        dimensions of arguments other than the params may be symbolic.
     - `has_aux`: whether `fun` returns a pair whose second element is auxiliary.
     - `strict`: whether to raise an error for an operation that may be attention but
         cannot be read, such as a Pallas kernel with several activations as inputs. Set
@@ -115,6 +117,9 @@ def record_attention(
 #: The statistics found up to now, by the number of their site.
 Stats = dict[int, jax.Array]
 
+#: Where logits are recorded, by the identity of the site that the reading found.
+Sites = dict[int, tuple[Layer, Site]]
+
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     """Returns the function's result and the statistics."""
@@ -127,13 +132,12 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "instead; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
-    for layer in (layer for named in clipped for layer in named.found):
-        if not layer.sites:
-            raise ValueError(f"the logits of {layer.line} {layer.unclear}")
     # Layers that one loop runs, or one product has, are recorded together.
-    every = [(layer, y) for x in clipped for layer in x.found for y in layer.sites]
+    every = _sites(layers)
     own = {id(site): (layer, site) for layer, site in every}
-    outs, recorded = _Recorder([*own.values()]).run(call.body, call.values, ())
+    if call.twins:
+        own = _in_symbols(call, every)
+    outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
     by_site = {key: recorded[n] for n, key in enumerate(own)}
     stats: dict[str, Any] = {}
     for named in clipped:
@@ -146,6 +150,35 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
                 jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
             )
     return call.outputs(_values(outs)), stats
+
+
+def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
+    """Returns where to record the layers that have a statistic."""
+    clipped = [x for named in layers if named.layer is not None for x in named.found]
+    for layer in clipped:
+        if not layer.sites:
+            raise ValueError(f"the logits of {layer.line} {layer.unclear}")
+    return [(layer, site) for layer in clipped for site in layer.sites]
+
+
+def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
+    """Returns the sites for all sizes of symbolic dimensions, by a second reading."""
+    other = call._replace(body=call.twins[1].body)
+    found, again = {}, _sites(read_call(other)[1])
+    if len(again) != len(every):
+        again = [None] * len(every)
+    for (layer, site), of_twin in zip(every, again, strict=True):
+        is_same = of_twin is not None and layer.stacked == of_twin[0].stacked
+        new = site.in_symbols(of_twin[1], call.twins) if of_twin and is_same else None
+        if new is None:
+            raise ValueError(
+                f"the logits of {layer.line} cannot be recorded for every size of "
+                f"{', '.join(call.twins[0].sizes)}: their place or their factor in the "
+                "softmax is no dimension of an array. Make shapes of integers, or keep "
+                "batch, heads and length in axes of their own"
+            )
+        found[id(site)] = layer, new
+    return found
 
 
 def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ yet. The recorder takes the largest logits there.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from .jaxprs import Address
 from .marks import numbered, union_but
 from .primitives import Kind, moves
 from .softmaxes import Product, Route, Softmaxes
+from .symbols import Twin, written
 
 
 @dataclasses.dataclass
@@ -33,6 +35,8 @@ class Site:
     - `axes`: the axes along which the equation takes their maximum, if it does.
     - `dims`: the dimensions of the heads.
     - `rows`: for each head, the indices of its entries of `dims`, in C order.
+    - `blocks`: if not `()`, these entries first become `(-1, n, size)`, and `rows` has
+        indices of `n`. A symbolic dimension that holds heads is taken apart like this.
     - `boxes`: if the operand holds more than logits, such as a sink, the parts that are
         logits: a slice along each dimension.
     - `factor`: the factor of the logits between here and the exponential.
@@ -46,6 +50,7 @@ class Site:
     operand: int = 0
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
+    blocks: tuple[Any, ...] = ()
     boxes: list[tuple[slice, ...]] = dataclasses.field(default_factory=list)
     factor: float = 1.0
     biases: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
@@ -69,10 +74,81 @@ class Site:
             # would be free, but a row that sees no key makes it NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
         axes = [i for i in range(x.ndim) if i not in self.dims]
-        cut = [x[box] for box in self.boxes] or [x]
+        cut = [_cut(x, box) for box in self.boxes] or [x]
         parts = [largest(part, axes).ravel() for part in cut]
         found = functools.reduce(jnp.maximum, parts)  # NaN if any part is
+        if self.blocks:
+            found = largest(found.reshape(self.blocks), (0, 2))
         return largest(found[self.rows], 1) * self.factor
+
+    def in_symbols(self, other: "Site", twins: Sequence[Twin]) -> "Site | None":
+        """Returns the site of the original, from the sites of both of its twins.
+
+        Returns `None` if these differ in a way that no dimension explains.
+        """
+        (form, parts), (same, others) = ((x._form(), x.boxes) for x in (self, other))
+        if form != same or math.isnan(self.factor):
+            return None
+        shapes = self.atom.shape, other.atom.shape
+        boxes = [
+            tuple(_slice(twins, *axis) for axis in zip(*both, *shapes, strict=True))
+            for both in zip(parts, others, strict=True)
+        ]
+        rows, blocks = self.rows, ()
+        if not np.array_equal(rows, other.rows):
+            (n, size, rows), (m, size_of_other, same) = self._blocks(), other._blocks()
+            if n != m or not np.array_equal(rows, same):
+                return None
+            blocks = -1, n, written(twins, (size, size_of_other))
+        is_clear = None not in (*blocks, *itertools.chain(*boxes))
+        new = dataclasses.replace(self, rows=rows, boxes=boxes, blocks=blocks)
+        return new if is_clear else None
+
+    def _form(self) -> tuple[Any, ...]:
+        own = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
+        return self.eqn.address, *own, self.biases
+
+    def _blocks(self) -> tuple[int, int, np.ndarray]:
+        """Returns the smallest `n` with the largest `size`, as for `blocks`; `rows`."""
+        heads = np.full(math.prod(self.atom.shape[d] for d in self.dims), -1)
+        for head, row in enumerate(self.rows):
+            heads[row] = head
+        size = math.gcd(len(heads), *(np.flatnonzero(np.diff(heads)) + 1).tolist())
+        heads = heads[::size]
+        n = next(
+            n
+            for n in range(1, len(heads) + 1)
+            if len(heads) % n == 0 and not (heads.reshape(-1, n) - heads[:n]).any()
+        )
+        rows = [np.flatnonzero(heads[:n] == head) for head in range(len(self.rows))]
+        return n, size, np.array(rows)
+
+
+def _slice(
+    twins: Sequence[Twin], one: slice, other: slice, n: int, m: int
+) -> slice | None:
+    """Returns a slice of a dimension of the original, from those of both twins."""
+    ends = []
+    for i in (0, 1):
+        at = one.indices(n)[i], other.indices(m)[i]
+        end = written(twins, at)
+        if end is None:  # counted from the end, it may have a form
+            whole = written(twins, (n, m))
+            rest = written(twins, (n - at[0], m - at[1]))
+            if rest is None:
+                return None
+            end = whole - rest
+        ends.append(end)
+    return slice(*ends)
+
+
+def _cut(x: jax.Array, box: tuple[slice, ...]) -> jax.Array:
+    """Returns a part of an array, whose ends may be symbolic."""
+    starts = [at.start or 0 for at in box]
+    both = zip(box, x.shape, strict=True)
+    return jax.lax.slice(
+        x, starts, [n if at.stop is None else at.stop for at, n in both]
+    )
 
 
 class Unclear(Exception):
