@@ -178,7 +178,8 @@ def read_model(
     - `params`: a pytree of arrays or `jax.ShapeDtypeStruct`, or a module of NNX or
         Equinox; leaves that are no arrays stay as they are.
     - `args`, `kwargs`: of the function. Arrays and shapes are traced; other arguments
-        are passed unchanged.
+        are passed unchanged. Dimensions may be symbolic, as
+        `jax.export.symbolic_shape` makes them.
 
     **Returns:** a [`ModelReading`][].
 
@@ -201,7 +202,16 @@ def read_model(
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
     with call_of(fun, params, *args, **kwargs) as call:
-        return read_call(call)[0]
+        reading, *others = (
+            read_call(call._replace(body=body))[0]
+            for body in [twin.body for twin in call.twins] or [call.body]
+        )
+    if any(other != reading for other in others):
+        raise ValueError(
+            "the function is read in two ways at two sizes of its symbolic dimensions: "
+            "read it at the size that it runs at"
+        )
+    return reading
 
 
 def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
