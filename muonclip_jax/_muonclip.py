@@ -3,17 +3,17 @@
 from __future__ import annotations  # help() shows aliases by name
 
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import optax
-from jax.typing import DTypeLike
 
 from ._calls import explained
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import matrix_rules
-from ._muon.momentum import RISING_BETA
+from ._muon.momentum import MomentumDType, RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
 from ._muon.weight_decay import Mask
@@ -38,7 +38,7 @@ def muonclip(
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask = None,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: MomentumDType | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -85,8 +85,9 @@ def muonclip(
     # One description of the layers serves both, so that the heads that QK-Clip scales
     # are those that Newton-Schulz sees by themselves. Without any, a model's own is
     # `muon`'s to read.
+    rules: Any = dimension_numbers
     if attention is not None:
-        dimension_numbers = matrix_rules(per_head, model, dimension_numbers, attention)
+        rules = matrix_rules(per_head, model, dimension_numbers, attention)
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.
     # Before the learning rate it would scale a direction, not a weight.
@@ -110,7 +111,7 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
-            dimension_numbers=dimension_numbers,
+            dimension_numbers=rules,
             per_head=per_head,
         ),
         qk_clip(

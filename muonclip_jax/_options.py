@@ -8,7 +8,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ POSITIVE = Range("be positive", lambda x: x > 0)
 NOT_NEGATIVE = Range("be finite and not negative", lambda x: (x >= 0) & (x < math.inf))
 SHARE = Range("be in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
+
+#: A dtype of `FLOATS`, as a type checker knows its names.
+FloatDType = (
+    Literal["float16", "bfloat16", "float32", "float64"] | np.dtype[Any] | type[Any]
+)
 
 # Not those of 8 bits, which are formats to store and to multiply, not to add in.
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -215,7 +215,7 @@ def _is_before_muon(opt_state: Any) -> bool:
     )
     for one, two in itertools.product(of_clips, of_muon):
         pairs = zip(one, two, strict=False)
-        first = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        first: Any = next(pair for pair in pairs if pair[0] != pair[1])
         is_chain = all(isinstance(x, jax.tree_util.SequenceKey) for x in first)
         if is_chain and first[0].idx < first[1].idx:
             return True

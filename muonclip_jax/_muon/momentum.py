@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .._layout.layout import cut_axes, Layout
 from .._layout.shardings import Leaf
 from .._layout.state import state_by_path, zeros_by_path, zeros_like
 from .._matrices.stacks import MatrixView
-from .._options import begins, is_float, SHARE
+from .._options import begins, FloatDType, is_float, SHARE
 from .._parameters import paths
 from . import eight_bits
 
@@ -59,6 +59,9 @@ def _unit(momentum: Any) -> float:
     dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(momentum)]
     return 32.0 if jnp.float16 in dtypes else 1.0
 
+
+#: A dtype of momentum; `"int8"` is codes with scales.
+MomentumDType = FloatDType | Literal["int8"]
 
 _COMPLEX = "mu_dtype='int8' is for real matrices, but {} are complex; use mu_dtype=None"
 _NO_FLOATS = (

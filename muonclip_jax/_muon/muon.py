@@ -25,7 +25,7 @@ from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from .._parameters.given import Model
 from .leaves import for_leaves, optimizer_of
-from .momentum import RISING_BETA
+from .momentum import MomentumDType, RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
 from .weight_decay import check_rates, decay_mask, decayed_weights, Mask
@@ -41,7 +41,7 @@ def muon(
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask = None,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: MomentumDType | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,

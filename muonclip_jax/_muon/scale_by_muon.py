@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from .._calls import explained
 from .._layout.layout import Layout, own_block
@@ -24,7 +23,7 @@ from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves
-from .momentum import Momentum, RISING_BETA, ScaleByMuonState
+from .momentum import Momentum, MomentumDType, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
 
@@ -40,7 +39,7 @@ def scale_by_muon(
     nesterov: bool = True,
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: MomentumDType | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
@@ -175,7 +174,7 @@ def make_direction(
     nesterov: bool,
     orthogonalizer: Orthogonalizer,
     consistent_rms: ShapeScale,
-    mu_dtype: DTypeLike | None,
+    mu_dtype: MomentumDType | None,
 ) -> Direction:
     """Muon's direction of the options that `scale_by_muon` and `muon` share.
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +62,19 @@ def _shrink(schedule: Schedule, factor: float = 1.01) -> Schedule:
     )
 
 
+#: The names of `NS_COEFFS`, as a type checker knows them.
+Preset = Literal[
+    "keller",
+    "quintic",
+    "polar_express",
+    "polar_express_6",
+    "polar_express_8",
+    "cans",
+    "cubic5",
+    "turbo_muon",
+    "deepseek_v4",
+]
+
 NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
     {
         # Leaves singular values in about [0.7, 1.2].
@@ -117,7 +130,7 @@ triple has as many steps as are asked for; of any other the first ones can run a
 
 
 def resolve_schedule(
-    coeffs: str | Triple | Schedule, steps: int | None = None
+    coeffs: Preset | Triple | Schedule, steps: int | None = None
 ) -> Schedule:
     """The steps to run, as Python floats: all that there are, or the first `steps`.
 

@@ -4,18 +4,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, get_args, Literal, Protocol
+from typing import Any, cast, get_args, Literal, Protocol
 
 import jax
-from jax.typing import DTypeLike
 
 from .._axes import on_whole_matrices
-from .._options import array, choice, float_dtype, is_float, shown, whole_number
+from .._options import (
+    array,
+    choice,
+    float_dtype,
+    FloatDType,
+    is_float,
+    shown,
+    whole_number,
+)
 from .coefficients import (
     as_tuples,
     check_schedule,
     find_unstable,
     NS_COEFFS,
+    Preset,
     resolve_schedule,
     Schedule,
     Triple,
@@ -42,11 +50,11 @@ class NewtonSchulz:
     """
 
     # No `__call__`: `optax.inject_hyperparams` treats what is callable as a schedule.
-    coeffs: str | Triple | Schedule = "keller"
+    coeffs: Preset | Triple | Schedule = "keller"
     _: dataclasses.KW_ONLY
     steps: int | None = None
     method: Method = "auto"
-    dtype: DTypeLike | None = None
+    dtype: FloatDType | None = None
     preconditioning: Preconditioning = "frobenius"
 
     def __post_init__(self) -> None:
@@ -80,7 +88,7 @@ class Orthogonalizes(Protocol):
 
 
 #: As users give it: a name of `NS_COEFFS`, an object or a function.
-Orthogonalizer = str | Orthogonalizes | Callable[[jax.Array], jax.Array]
+Orthogonalizer = Preset | Orthogonalizes | Callable[[jax.Array], jax.Array]
 
 
 def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
@@ -89,7 +97,7 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     **Raises:** `ValueError` for what is no orthogonalizer.
     """
     if isinstance(orthogonalizer, str) and orthogonalizer in NS_COEFFS:
-        orthogonalizer = NewtonSchulz(orthogonalizer)
+        orthogonalizer = NewtonSchulz(cast(Preset, orthogonalizer))
     if isinstance(orthogonalizer, NewtonSchulz):
         own = orthogonalizer
         schedule = resolve_schedule(own.coeffs, own.steps)
@@ -120,11 +128,11 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
 
 def newton_schulz(
     x: jax.Array,
-    coeffs: str | Triple | Schedule = "keller",
+    coeffs: Preset | Triple | Schedule = "keller",
     *,
     steps: int | None = None,
     method: Method = "auto",
-    dtype: DTypeLike | None = None,
+    dtype: FloatDType | None = None,
     preconditioning: Preconditioning = "frobenius",
 ) -> jax.Array:
     r"""Orthogonalizes a matrix, or every matrix of a stack.

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from optax.contrib import MuonDimensionNumbers
 
 from .._calls import explained
-from .._matrices.axes import is_axes
+from .._matrices.axes import is_axes, MatrixAxes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import names, paths
@@ -30,7 +32,14 @@ FROZEN = "frozen"
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
-DimensionNumbers = Any | Callable[[Any], Any]
+#: Trees are of other nodes than tuples, as a pair of axes would be.
+Entry = MuonDimensionNumbers | MatrixAxes | Literal["auto"] | None
+DimensionNumbers = (
+    Mapping[str, Entry | Mapping[str, Any] | list[Any]]
+    | list[Any]
+    | Entry
+    | Callable[[Any], Any]
+)
 
 
 @explained

@@ -12,7 +12,7 @@ from __future__ import annotations  # help() shows aliases by name
 
 import functools
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from .._parameters.fit import check_fit
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
+
+
+Params = TypeVar("Params")
 
 
 class QKClipState(NamedTuple):
@@ -217,7 +220,7 @@ def qk_clip(
 
 @explained
 def clip_qk(
-    params: optax.Params,
+    params: Params,
     attention_stats: Any,
     threshold: float | jax.Array = 100.0,
     *,
@@ -226,7 +229,7 @@ def clip_qk(
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-) -> optax.Params:
+) -> Params:
     """Applies QK-Clip to params, for loops that cannot pass extra arguments.
 
     Call it after the optimizer step with the statistics of the same step.
