@@ -44,6 +44,8 @@ class Platform:
     - `stack_entries`: the most entries of separate leaves that are put together.
     - `block_rows`: the least rows of each of two blocks of Hermitian products.
     - `adds_in_products`: whether a product of float16 and a sum with it are one kernel.
+    - `sums_rows`: whether norms are sums of rows, and their sums one kernel for all
+        leaves of a stack.
     - `turns_tall`: whether to iterate a tall matrix as a wide one, which lets both
         share a stack. On TPU that would be a copy in float32.
     - `waits`: whether a stack is prepared only once the one before it is done. XLA
@@ -57,6 +59,7 @@ class Platform:
     stack_entries: int
     block_rows: float = math.inf
     adds_in_products: bool = False
+    sums_rows: bool = False
     turns_tall: bool = True
     waits: bool = True
     is_rolled: bool = False
@@ -66,7 +69,7 @@ class Platform:
 CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128, is_rolled=True)
 #: Singular values stay below 2, so the range of float16 suffices, and it has eight
 #: times the precision of bfloat16.
-GPU = Platform("gpu", "float16", 2**27, 2**27, adds_in_products=True)
+GPU = Platform("gpu", "float16", 2**27, 2**27, adds_in_products=True, sums_rows=True)
 #: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
 TPU = Platform("tpu", "bfloat16", 10 * 2**20, 5 * 2**20, turns_tall=False, waits=False)
 #: By the name that JAX gives them; the last is for all others.
@@ -189,7 +192,7 @@ class Polynomials(Solver):
     def prepare(self, *parts: jax.Array) -> jax.Array:
         """Singular values in [0, 1], in the dtype of the iteration."""
         dtype = self.iteration_dtype(parts[0].dtype)
-        x = precondition(parts, self.preconditioning)
+        x = precondition(parts, self.preconditioning, self.platform.sums_rows)
         if self._adds(x.shape, dtype):
             x = x * np.float32(sums_in_products.UNIT)
         return round_to(x, dtype)
@@ -232,7 +235,9 @@ class Polynomials(Solver):
 
     def _adds(self, shape: Sequence[int], dtype: jnp.dtype) -> bool:
         passes, _ = self._passes(shape[-2:], dtype)
-        return self.platform.adds_in_products and sums_in_products.can_add(passes, dtype)
+        return self.platform.adds_in_products and sums_in_products.can_add(
+            passes, dtype
+        )
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
         """How steps are collected, and whether that is the Gram form."""

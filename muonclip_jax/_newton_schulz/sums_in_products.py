@@ -53,8 +53,8 @@ def can_add(passes: Passes, dtype: jnp.dtype) -> bool:
 def iterate(y: jax.Array, passes: Passes, nth: int) -> jax.Array:
     """Runs all steps on `UNIT` X; returns X in float32.
 
-    `nth`: of the stacks of one shape in a program. XLA merges equal constants, and moves
-    none into a product that another product needs, so each has units of its own.
+    `nth`: of the stacks of one shape in a program. XLA merges equal constants, and
+    moves none into a product that another needs, so each stack has units of its own.
     """
     factors, s = _factors(passes, nth)
     for of_pass in factors:
@@ -97,8 +97,10 @@ def _product(
         def one(p: jax.Array, q: jax.Array, *c: jax.Array) -> jax.Array:
             found = jnp.matmul(p, q, preferred_element_type=dtype)
             if alpha != 1:
-                found = found * np.asarray(alpha, p.dtype).astype(dtype)
-            return sum((x.astype(dtype) for x in c), found).astype(p.dtype)
+                found = found * jnp.asarray(np.float16(alpha), dtype)
+            for x in c:
+                found = found + x.astype(dtype)
+            return found.astype(p.dtype)
 
         return one
 
@@ -113,7 +115,7 @@ def _product(
 
 @functools.cache
 def _factors(passes: Passes, nth: int) -> tuple[list[Factors], float]:
-    """The factors of the `nth` stack, which no stack before it has, and s at the end."""
+    """The factors of the `nth` stack, which none before it has, and s at the end."""
     exact = VALUES
     for triple in itertools.chain(*passes):
         exact = _step(exact, *triple)
@@ -184,4 +186,4 @@ def _step(x: np.ndarray, a: float, b: Any, c: Any) -> np.ndarray:
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    return np.float16(x).astype(np.float64)
+    return x.astype(np.float16).astype(np.float64)
