@@ -80,7 +80,7 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
         pieces = [dataclasses.replace(x, view=x.view.wide) for x in pieces]
     results: list[Any] = list(pieces)
     done: list[jax.Array] = []
-    of_shape: collections.Counter[tuple[int, ...]] = collections.Counter()
+    like: collections.Counter[int] = collections.Counter()  # stacks with products alike
     for stack in plan_stacks(enumerate(pieces), platform.stack_entries):
         dtype = np.promote_types(stack.dtype, jnp.float32)
         parts = stack.gather(dtype)
@@ -92,9 +92,9 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
             # Preparation fuses with what made the leaves, and with a stack of them.
-            own = solver.of_stack(of_shape[stack.shape])
+            own = solver.of_stack(like[min(stack.shape)])
             done.append(own.iterate(solver.prepare(*parts)))
-        of_shape[stack.shape] += 1
+        like[min(stack.shape)] += 1
         stack.scatter(done[-1], results)
     return unite(results)
 

@@ -91,12 +91,11 @@ def _with_norms(
     parts: Sequence[jax.Array], by_rows: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
-    stack = jnp.concatenate(parts)
     if by_rows:
         sums = zip(*(_squares(x, (-1,)) for x in parts), strict=True)
-        return stack, *_norms(*map(jnp.concatenate, sums))
+        return jnp.concatenate(parts), *_norms(*map(jnp.concatenate, sums))
     factors, norms = zip(*(_norms(*_squares(x, (-2, -1))) for x in parts), strict=True)
-    return stack, jnp.concatenate(factors), jnp.concatenate(norms)
+    return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
 # Compiled, so that equal leaves are traced once.

@@ -50,23 +50,27 @@ def can_add(passes: Passes, dtype: jnp.dtype) -> bool:
     return dtype == jnp.float16 and all(a and b for p in passes for a, b, _ in p)
 
 
-def iterate(y: jax.Array, passes: Passes, nth: int) -> jax.Array:
+def iterate(y: jax.Array, passes: Passes, nth: int | None) -> jax.Array:
     """Runs all steps on `UNIT` X; returns X in float32.
 
     `nth`: of the stacks of one shape in a program. XLA merges equal constants, and
     moves none into a product that another needs, so each stack has units of its own.
+    Such a stack leaves in float32, if by a product without a sum: XLA would keep all in
+    float16 until the end, as large as half the model. None for a stack in a loop.
     """
-    factors, s = _factors(passes, nth)
-    for of_pass in factors:
+    factors, s = _factors(passes, nth or 0)
+    for of_pass in factors[:-1]:
         y = _after(of_pass, y)
+    y = _after(factors[-1], y, leaves=nth is not None)
     return y.astype(jnp.float32) * np.float32(1 / s)
 
 
 # Compiled, so that passes which are equal are traced once.
-@functools.partial(jax.jit, static_argnums=0)
-def _after(factors: Factors, y: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0, static_argnames="leaves")
+def _after(factors: Factors, y: jax.Array, leaves: bool = False) -> jax.Array:
     if factors.lift != 1:
-        y = y * np.asarray(factors.lift, y.dtype)
+        # In float32, since float16 does not have every such factor.
+        y = (y.astype(jnp.float32) * np.float32(factors.lift)).astype(y.dtype)
     is_tall = y.shape[-2] > y.shape[-1]
     r = _product(*((y.mT, y) if is_tall else (y, y.mT)), factors.gram)
     *early, last = zip(factors.squares, factors.shares, strict=True)
@@ -85,7 +89,10 @@ def _after(factors: Factors, y: jax.Array) -> jax.Array:
     if total is None:
         return _product(*((y, z) if is_tall else (z, y)), share, y)
     total = _product(total, z, share, total)
-    return _product(*((y, total) if is_tall else (total, y)))
+    both = (y, total) if is_tall else (total, y)
+    if leaves:
+        return jnp.matmul(*both, preferred_element_type=jnp.float32)
+    return _product(*both)
 
 
 def _product(
