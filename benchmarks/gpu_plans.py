@@ -8,15 +8,24 @@ on that card, and 3 us. Of the code that was measured there, 502ee87, it explain
 five updates within 8 %. How the compiler is installed: `gpu_ahead_of_time.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from first_contact.training import (
+    batch,
+    GPT2,
+    gradient,
+    optimizers,
+    shapes_and_loss,
+)
 from gpt2 import separate, Shapes, stacked
 from gpu_chips import COMPILER_OPTIONS, gpus, H100
 from gpu_compiler import process
 from gpu_program import between_products, Work, work_by_kind
 from hlo_program import parse
+from language_models import drawn
 from models import llama
 from optax.contrib import MuonDimensionNumbers
 from tables import parser, Report
@@ -32,6 +41,7 @@ UPDATES: dict[str, Shapes] = {
     "108 x (2048, 7168), stacked": stacked(108, EXPERT),
     "Llama-1B's 112 matrices, separate": separate(16, llama(2048, 512, 8192)),
 }
+STEP = "the optimizer's part of a GPT-2 step, mc.muonclip"
 COLUMNS = {
     "update": "",
     "launches": "d",
@@ -58,7 +68,8 @@ def main() -> None:
     report = Report(parser(__doc__).parse_args())
     table = report.table("One update, planned for an NVIDIA H100", COLUMNS)
     with process() as executor:
-        for name, plan in zip(UPDATES, executor.map(planned, UPDATES), strict=True):
+        names = [*UPDATES, STEP]
+        for name, plan in zip(names, executor.map(planned, names), strict=True):
             table.add(
                 name,
                 plan.launches,
@@ -75,19 +86,11 @@ def planned(name: str) -> Planned:
     """In a process for the chip."""
     (chip,) = gpus(1, "H100")
     place = jax.sharding.SingleDeviceSharding(chip)
-    params = {
-        k: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-        for k, shape in UPDATES[name].items()
-    }
-    tx = mc.scale_by_muon(
-        dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1))
+    update, *arguments = step_of_gpt2() if name == STEP else update_of(UPDATES[name])
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
     )
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        jax.eval_shape(tx.init, params),
-    )
-    lowered = jax.jit(tx.update).lower(params, state, params)
-    compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+    compiled = jax.jit(update).lower(*given).compile(compiler_options=COMPILER_OPTIONS)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
     program = parse(text)
@@ -103,6 +106,29 @@ def planned(name: str) -> Planned:
         total.seconds,
         memory.temp_size_in_bytes,
     )
+
+
+def update_of(shapes: Shapes) -> tuple[Any, ...]:
+    """An update and its arguments, by shape and dtype."""
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    tx = mc.scale_by_muon(
+        dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1))
+    )
+    return tx.update, params, jax.eval_shape(tx.init, params), params
+
+
+def step_of_gpt2() -> tuple[Any, ...]:
+    """All that an optimizer does in a step, with the largest logits."""
+    params = jax.eval_shape(lambda: drawn(shapes_and_loss(GPT2)[0]))
+    tx = optimizers(GPT2)["mc.muonclip"].tx
+    tokens = jax.eval_shape(lambda: batch(GPT2, 0))
+    _, stats, grads = jax.eval_shape(gradient(GPT2, True), params, tokens)
+
+    def update(grads: Any, state: Any, params: Any, stats: Any) -> Any:
+        updates, state = tx.update(grads, state, params, attention_stats=stats)
+        return optax.apply_updates(params, updates), state
+
+    return update, grads, jax.eval_shape(tx.init, params), params, stats
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Gram form has as many as rounding allows: R is the square of X, and rounded as s
 
 All act on `(..., m, n)`. A matrix with more rows than columns is iterated from the
 other side. What enters a product has been rounded to the dtype of the iteration;
-products accumulate in float32 or wider, and coefficients are as wide.
+products accumulate in float32 or wider, and coefficients are as wide. In float16 a GPU
+has products with sums in them instead (`sums_in_products.py`).
 """
 
 import functools
