@@ -18,12 +18,13 @@ from internals import solver
 import muonclip_jax as mc
 
 
-SHAPE = (64, 256)
+#: Those of the table of errors, `benchmarks/float16_on_gpu.py`.
+SHAPE = (256, 1024)
 SPECTRA = {
     "Gaussian": None,
-    "power law": 1 / np.arange(1, 65),
-    "1 to 1e-4": np.geomspace(1, 1e-4, 64),
-    "1 to 1e-8": np.geomspace(1, 1e-8, 64),
+    "power law": 1 / np.arange(1, 257),
+    "1 to 1e-4": np.geomspace(1, 1e-4, 256),
+    "1 to 1e-8": np.geomspace(1, 1e-8, 256),
     "rank 1": [1.0],
     "rank 10": np.ones(10),
 }
@@ -31,12 +32,11 @@ PRESETS = sorted(mc.NS_COEFFS)
 
 
 @functools.cache
-def matrices(spectrum, count=4):
-    """Several, since one alone may be rounded by chance to nearly nothing."""
+def matrix_with(spectrum):
     values = SPECTRA[spectrum]
     if values is None:
-        return np.random.default_rng(0).normal(size=(count, *SHAPE))
-    return np.stack([matrix_of(values, *SHAPE, seed) for seed in range(count)])
+        return np.random.default_rng(0).normal(size=SHAPE)
+    return matrix_of(values, *SHAPE)
 
 
 def on_gpu(adds=True, **options):
@@ -53,11 +53,11 @@ def relative_error(x, schedule, adds=True, **options):
     return np.linalg.norm(y - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("spectrum", few(SPECTRA, "Gaussian"))
 @pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_errors_are_at_most_a_quarter_larger(name, spectrum):
     """Than with float32 between products, where each sum is a kernel of its own."""
-    x = matrices(spectrum)
+    x = matrix_with(spectrum)[None]
     before = relative_error(x, name, adds=False)
     assert relative_error(x, name) < 1.25 * before
 
