@@ -93,32 +93,45 @@ def _with_norms(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
     if by_rows:
-        sums = zip(*(_squares(x, (-1,)) for x in parts), strict=True)
-        return jnp.concatenate(parts), *_norms(*map(jnp.concatenate, sums))
-    factors, norms = zip(*(_norms(*_squares(x, (-2, -1))) for x in parts), strict=True)
+        sums = [*map(jnp.concatenate, zip(*map(_squares_of_rows, parts), strict=True))]
+        return jnp.concatenate(parts), *_norms(_powers(sums[0].dtype), *sums)
+    factors, norms = zip(*map(_norms_of, parts), strict=True)
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
-# Compiled, so that equal leaves are traced once.
-@functools.partial(jax.jit, static_argnums=1)
-def _squares(x: jax.Array, axes: tuple[int, ...]) -> list[jax.Array]:
+# These two are compiled, so that equal leaves are traced once.
+@jax.jit
+def _norms_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    powers = _powers(jnp.finfo(x.dtype).dtype)
+    return _norms(powers, *_squares(powers, x, (-2, -1)))
+
+
+@jax.jit
+def _squares_of_rows(x: jax.Array) -> list[jax.Array]:
+    return _squares(_powers(jnp.finfo(x.dtype).dtype), x, (-1,))
+
+
+#: What shrinks, what enlarges, and the largest sum that has lost nothing.
+Powers = tuple[jax.Array, jax.Array, float]
+
+
+def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Array]:
     """Sums of squares as they are, of numbers enlarged and of numbers shrunk.
 
     The square of 1e-30 or of 1e30 leaves float32. The sum that stayed in range counts.
     """
-    shrink, enlarge, _ = _powers(jnp.finfo(x.dtype).dtype)
+    shrink, enlarge, _ = powers
     return [
         jnp.sum(jnp.real(y * y.conj()), axis=axes, keepdims=True)
         for y in (x, x * enlarge, x * shrink)
     ]
 
 
-@jax.jit
 def _norms(
-    total: jax.Array, small: jax.Array, large: jax.Array
+    powers: Powers, total: jax.Array, small: jax.Array, large: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`."""
-    shrink, enlarge, most = _powers(total.dtype)
+    shrink, enlarge, most = powers
     if total.shape[-2] > 1:
         total, small, large = (
             jnp.sum(x, axis=-2, keepdims=True) for x in (total, small, large)
@@ -129,8 +142,7 @@ def _norms(
     return factor, jnp.sqrt(counts)
 
 
-def _powers(dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, float]:
-    """What shrinks, what enlarges, and the largest sum that has lost nothing."""
+def _powers(dtype: jnp.dtype) -> Powers:
     # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
     # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
     # are multiplied by 2^80: 2^-92.
