@@ -1,4 +1,4 @@
-"""An NVIDIA H200 that need not be there: its compiler's view of it, and its rates."""
+"""NVIDIA GPUs that need not be there: their compiler's view of them, and rates."""
 
 from typing import Any, NamedTuple
 
@@ -10,10 +10,14 @@ class Rates(NamedTuple):
 
     products: float  # operations a second, 16 bits
     copies: float  # bytes a second, read and written
+    launch: float = 2e-6  # seconds for each kernel
 
 
 #: Measured: bfloat16 products of 8,192 cubed, and copies.
 H200 = Rates(790e12, 4.3e12)
+#: Measured: float16 products of 8,192 cubed. Copies and launches are those that explain
+#: the times of whole updates.
+H100 = Rates(699e12, 3.0e12, launch=3e-6)
 
 #: Without a GPU nothing is timed, so that no product is to be left to the autotuner.
 COMPILER_OPTIONS: Any = {"xla_gpu_enable_triton_gemm": False}
@@ -57,9 +61,23 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def gpus(count: int) -> list[Any]:
+#: What another chip has in place of that.
+DIFFERENCES = {
+    "H200": {},
+    "H100": {
+        "memory_bandwidth: 4800000000000": "memory_bandwidth: 3352320000000",
+        "device_memory_size: 151397597184": "device_memory_size: 84942979072",
+        "NVIDIA H200": "NVIDIA H100 80GB HBM3",
+    },
+}
+
+
+def gpus(count: int, chip: str = "H200") -> list[Any]:
     """Devices to compile for, of one host."""
+    target = TARGET
+    for own, other in DIFFERENCES[chip].items():
+        target = target.replace(own, other)
     description = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{count}", target_config=TARGET
+        platform="cuda", topology=f"1x1x{count}", target_config=target
     )
     return list(description.devices)

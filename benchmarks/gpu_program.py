@@ -23,7 +23,8 @@ from hlo_program import (
 )
 
 
-LAUNCH_SECONDS = 2e-6
+#: Of these only what their result is cut to is computed.
+ELEMENTWISE = ("convert", "multiply", "add", "subtract", "compare", "select")
 
 
 class Kernel(NamedTuple):
@@ -36,7 +37,7 @@ class Kernel(NamedTuple):
     def seconds(self, rates: Rates) -> float:
         """The least time."""
         busy = max(self.flops / rates.products, self.bytes / rates.copies)
-        return busy + LAUNCH_SECONDS
+        return busy + rates.launch
 
 
 class Work(NamedTuple):
@@ -97,6 +98,35 @@ def _kernel(
     return None
 
 
+def between_products(program: Program) -> int:
+    """Elementwise kernels, as they are written, that read nothing but products.
+
+    And whose results enter a product.
+    """
+    count = 0
+    for computation in program.values():
+        products = set()
+        for name, node in computation.items():
+            own = _operands(computation, node)
+            if node.opcode == "custom-call" and _flops(node, own):
+                products.add(name)
+            elif node.opcode in ("get-tuple-element", "bitcast"):
+                products |= {name} if node.operands[0] in products else set()
+        multiplied = {
+            operand
+            for name in products
+            if computation[name].opcode == "custom-call"
+            for operand in computation[name].operands
+        }
+        count += sum(
+            node.opcode == "fusion"
+            and name in multiplied
+            and products.issuperset(node.operands)
+            for name, node in computation.items()
+        )
+    return count
+
+
 def _operands(computation: Computation, instruction: Instruction) -> list[str]:
     return [computation[name].shape for name in instruction.operands]
 
@@ -138,18 +168,28 @@ def _written(computation: Computation, node: Instruction) -> str:
 
 def _read(computation: Computation, name: str) -> int:
     """Of a parameter that is only cut, no more than the pieces."""
-    whole = bytes_of(computation[name].shape)
-    users = list(_users(computation, name))
-    cuts = ("slice", "dynamic-slice", "gather")
-    if not users:
-        return 0
-    if all(user.opcode in cuts for user, _ in users):
-        return min(whole, sum(bytes_of(user.shape) for user, _ in users))
-    in_place = all(
-        user.opcode == "dynamic-update-slice" and user.operands[0] == via
-        for user, via in users
-    )
-    return 0 if in_place else whole
+    whole = computation[name].shape
+    entries = max(1, math.prod(dimensions(whole)))
+    return bytes_of(whole) * _entries_read(computation, name) // entries
+
+
+def _entries_read(computation: Computation, name: str) -> int:
+    size = dimensions(computation[name].shape)
+    total = 0
+    for user, via in _users(computation, name):
+        if user.opcode in ("slice", "dynamic-slice", "gather"):
+            total += math.prod(dimensions(user.shape))
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == via:
+            continue  # in place
+        elif user.opcode in ELEMENTWISE and dimensions(user.shape) == size:
+            # Only as much as its result is cut to, if that is all that becomes of it.
+            found = next(key for key, node in computation.items() if node is user)
+            total += (
+                math.prod(size) if user.is_root else _entries_read(computation, found)
+            )
+        else:
+            total += math.prod(size)
+    return min(math.prod(size), total)
 
 
 def _users(computation: Computation, name: str) -> Iterator[tuple[Instruction, str]]:

@@ -119,7 +119,7 @@ def describe(
     columns: list[Row] = [names, *(_row(x, roles, decays) for x in layout.leaves)]
     blocks = [_totals(layout)]
     if flag("stacks", stacks):
-        # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
+        # As on CPU, where tall matrices are turned and share stacks with wide ones.
         pieces = [
             Matrices(leaf.array, piece.view.wide)
             for leaf in layout.leaves

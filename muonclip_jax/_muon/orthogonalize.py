@@ -1,5 +1,6 @@
 """Orthogonalizes leaves of matrices, wherever they are: four ways, one choice."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
         pieces = [dataclasses.replace(x, view=x.view.wide) for x in pieces]
     results: list[Any] = list(pieces)
     done: list[jax.Array] = []
+    like: collections.Counter[int] = collections.Counter()  # stacks with products alike
     for stack in plan_stacks(enumerate(pieces), platform.stack_entries):
         dtype = np.promote_types(stack.dtype, jnp.float32)
         parts = stack.gather(dtype)
@@ -90,7 +92,9 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
             # Preparation fuses with what made the leaves, and with a stack of them.
-            done.append(solver.iterate(solver.prepare(*parts)))
+            own = solver.of_stack(like[min(stack.shape)])
+            done.append(own.iterate(solver.prepare(*parts)))
+        like[min(stack.shape)] += 1
         stack.scatter(done[-1], results)
     return unite(results)
 

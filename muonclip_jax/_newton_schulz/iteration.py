@@ -6,7 +6,8 @@ Gram form has as many as rounding allows: R is the square of X, and rounded as s
 
 All act on `(..., m, n)`. A matrix with more rows than columns is iterated from the
 other side. What enters a product has been rounded to the dtype of the iteration;
-products accumulate in float32 or wider, and coefficients are as wide.
+products accumulate in float32 or wider, and coefficients are as wide. In float16 a GPU
+has products with sums in them instead (`sums_in_products.py`).
 """
 
 import functools
@@ -41,29 +42,33 @@ MOST_GROWTH = {"bfloat16": 14.0, "float16": 40.0}
 USUAL_GROWTH = 150.0
 
 
-def precondition(parts: Sequence[jax.Array], kind: Preconditioning) -> jax.Array:
+def precondition(
+    parts: Sequence[jax.Array], kind: Preconditioning, by_rows: bool = False
+) -> jax.Array:
     """Scales `(..., m, n)` in float32 or wider; of parts of a stack it makes one.
 
     Norms are those of parts, so that a stack is formed but once, scaled: a GPU would
-    write it, and read it again for the norms.
+    write it, and read it again for the norms. `by_rows`: sums of rows are one kernel a
+    part, with what made it, and the sums of these are one for all parts.
     """
     y = _divide_by_norm(
-        tuple(x.astype(np.promote_types(x.dtype, jnp.float32)) for x in parts)
+        by_rows,
+        tuple(x.astype(np.promote_types(x.dtype, jnp.float32)) for x in parts),
     )
     if kind == "frobenius":
         return y
     wide = y.mT if y.shape[-2] > y.shape[-1] else y
     if kind == "equilibrated":
         # n columns of norm 1 may have a singular value of sqrt(n).
-        wide = _divide_by_norm((_equilibrated(wide),))
+        wide = _divide_by_norm(by_rows, (_equilibrated(wide),))
     else:
         wide = _almost_orthogonal(wide)
     return wide.mT if y.shape[-2] > y.shape[-1] else wide
 
 
-@jax.custom_jvp
-def _divide_by_norm(parts: tuple[jax.Array, ...]) -> jax.Array:
-    x, factor, norm = _with_norms(parts)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divide_by_norm(by_rows: bool, parts: tuple[jax.Array, ...]) -> jax.Array:
+    x, factor, norm = _with_norms(parts, by_rows)
     y = x * factor
     # The norm is 0 where all of y is. A condition on it would be one more kernel for
     # every leaf on GPU.
@@ -71,49 +76,82 @@ def _divide_by_norm(parts: tuple[jax.Array, ...]) -> jax.Array:
 
 
 @_divide_by_norm.defjvp
-def _divide_by_norm_jvp(primals, tangents):
+def _divide_by_norm_jvp(by_rows, primals, tangents):
     # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. By the rules for what is
     # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
     # derivative; this gives it one of 0.
     ((parts,), (dparts,)) = primals, tangents
-    (x, factor, norm), dx = _with_norms(parts), jnp.concatenate(dparts)
+    (x, factor, norm), dx = _with_norms(parts, by_rows), jnp.concatenate(dparts)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
     return y, dy - y * along
 
 
-def _with_norms(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _with_norms(
+    parts: Sequence[jax.Array], by_rows: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
-    factors, norms = zip(*map(norm_by_squares, parts), strict=True)
+    if by_rows:
+        sums = [*map(jnp.concatenate, zip(*map(_squares_of_rows, parts), strict=True))]
+        return jnp.concatenate(parts), *_norms(_powers(sums[0].dtype), *sums)
+    factors, norms = zip(*map(_norms_of, parts), strict=True)
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
-# Compiled, so that equal leaves are traced once.
+# These two are compiled, so that equal leaves are traced once.
 @jax.jit
-def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`.
+def _norms_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    powers = _powers(jnp.finfo(x.dtype).dtype)
+    return _norms(powers, *_squares(powers, x, (-2, -1)))
 
-    The square of 1e-30 or of 1e30 leaves float32, so squares are summed as they are, of
-    numbers shrunk and of numbers enlarged. The sum that stayed in range counts.
+
+@jax.jit
+def _squares_of_rows(x: jax.Array) -> list[jax.Array]:
+    return _squares(_powers(jnp.finfo(x.dtype).dtype), x, (-1,))
+
+
+#: What shrinks, what enlarges, and the largest sum that has lost nothing.
+Powers = tuple[jax.Array, jax.Array, float]
+
+
+def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Array]:
+    """Sums of squares as they are, of numbers enlarged and of numbers shrunk.
+
+    The square of 1e-30 or of 1e30 leaves float32. The sum that stayed in range counts.
     """
-    # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
-    # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
-    # are multiplied by 2^80: 2^-92.
-    exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
-    real = jnp.finfo(x.dtype).dtype
-    # Known to the compiler, it might square the factors first.
-    shrink, enlarge = jax.lax.optimization_barrier(
-        (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
-    )
-    total, small, large = (
-        jnp.sum(jnp.real(y * y.conj()), axis=(-2, -1), keepdims=True)
+    shrink, enlarge, _ = powers
+    return [
+        jnp.sum(jnp.real(y * y.conj()), axis=axes, keepdims=True)
         for y in (x, x * enlarge, x * shrink)
-    )
-    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
+    ]
+
+
+def _norms(
+    powers: Powers, total: jax.Array, small: jax.Array, large: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`."""
+    shrink, enlarge, most = powers
+    if total.shape[-2] > 1:
+        total, small, large = (
+            jnp.sum(x, axis=-2, keepdims=True) for x in (total, small, large)
+        )
+    is_large, is_small = total > most, total < 1 / most
     factor = jnp.where(is_large, shrink, jnp.where(is_small, enlarge, 1))
     counts = jnp.where(is_large, large, jnp.where(is_small, small, total))
     return factor, jnp.sqrt(counts)
+
+
+def _powers(dtype: jnp.dtype) -> Powers:
+    # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
+    # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
+    # are multiplied by 2^80: 2^-92.
+    most = 2.0 ** (5 * jnp.finfo(dtype).maxexp // 8)
+    # Known to the compiler, it might square the factors first.
+    shrink, enlarge = jax.lax.optimization_barrier(
+        (jnp.asarray(1 / most, dtype), jnp.asarray(most, dtype))
+    )
+    return shrink, enlarge, most
 
 
 def _almost_orthogonal(x: jax.Array) -> jax.Array:

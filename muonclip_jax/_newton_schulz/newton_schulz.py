@@ -161,7 +161,8 @@ def newton_schulz(
         float32 if coefficients would be unstable in half precision. With
         `dtype="float32"` accelerators are slower and 10 to 100 times as accurate:
         `"standard"` then multiplies at JAX's default precision, and `method="gram"` at
-        the highest. Norms, coefficients and sums are float32 or wider.
+        the highest. Norms are float32 or wider, and so are coefficients and sums, but
+        in float16 on GPU: there cuBLAS rounds a product once, with what is added to it.
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
         there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. This brings singular values
         near 1 at once, so that the four steps of `"turbo_muon"` are enough, but the

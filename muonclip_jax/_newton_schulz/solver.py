@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import shown
+from . import sums_in_products
 from .coefficients import Schedule
 from .iteration import (
     collected,
@@ -42,8 +43,14 @@ class Platform:
     - `batch_entries`: the most entries of matrices that are iterated at once.
     - `stack_entries`: the most entries of separate leaves that are put together.
     - `block_rows`: the least rows of each of two blocks of Hermitian products.
+    - `adds_in_products`: whether a product of float16 and a sum with it are one kernel.
+    - `sums_rows`: whether norms are sums of rows, and their sums one kernel for all
+        leaves of a stack.
     - `turns_tall`: whether to iterate a tall matrix as a wide one, which lets both
-        share a stack. On TPU that would be a copy in float32.
+        share a stack. On an accelerator that would be a copy in float32; on a GPU the
+        momentum would be computed twice for it. By its compiler that is 0.3 of GPT-2's
+        3.9 ms on an H100; that two batches of 12 are as fast as one of 24, a card has
+        to confirm.
     - `waits`: whether a stack is prepared only once the one before it is done. XLA
         would prepare all of them first, as large as the model; for TPU it does not, and
         to wait costs Llama-1B 18 % more temporaries.
@@ -54,6 +61,8 @@ class Platform:
     batch_entries: int
     stack_entries: int
     block_rows: float = math.inf
+    adds_in_products: bool = False
+    sums_rows: bool = False
     turns_tall: bool = True
     waits: bool = True
     is_rolled: bool = False
@@ -63,7 +72,15 @@ class Platform:
 CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128, is_rolled=True)
 #: Singular values stay below 2, so the range of float16 suffices, and it has eight
 #: times the precision of bfloat16.
-GPU = Platform("gpu", "float16", 2**27, 2**27)
+GPU = Platform(
+    name="gpu",
+    iteration_dtype="float16",
+    batch_entries=2**27,
+    stack_entries=2**27,
+    adds_in_products=True,
+    sums_rows=True,
+    turns_tall=False,
+)
 #: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
 TPU = Platform("tpu", "bfloat16", 10 * 2**20, 5 * 2**20, turns_tall=False, waits=False)
 #: By the name that JAX gives them; the last is for all others.
@@ -82,6 +99,9 @@ class Solver:
     function: Any
     #: That of a device, once `on_its_platform` has found it.
     platform: Platform = dataclasses.field(default=CPU, kw_only=True)
+    #: Which one of the stacks of a shape in a program: each has factors of its own.
+    #: None in a loop.
+    nth: int | None = dataclasses.field(default=None, kw_only=True)
 
     #: Whether the transpose of a matrix gives the transpose of the result.
     commutes_with_transposition = False
@@ -100,6 +120,12 @@ class Solver:
 
         branches = {name: branch(platform) for name, platform in PLATFORMS.items()}
         return jax.lax.platform_dependent(self, *arguments, **branches)
+
+    def of_stack(self, nth: int) -> "Solver":
+        """The solver of the `nth` stack of a shape in a program."""
+        # Where that changes nothing, one program is found again for all of them.
+        is_own = self.platform.adds_in_products
+        return dataclasses.replace(self, nth=nth) if is_own else self
 
     def orthogonalize(self, stack: jax.Array) -> jax.Array:
         return self.iterate(self.prepare(stack))
@@ -178,7 +204,10 @@ class Polynomials(Solver):
     def prepare(self, *parts: jax.Array) -> jax.Array:
         """Singular values in [0, 1], in the dtype of the iteration."""
         dtype = self.iteration_dtype(parts[0].dtype)
-        return round_to(precondition(parts, self.preconditioning), dtype)
+        x = precondition(parts, self.preconditioning, self.platform.sums_rows)
+        if self._adds(x.shape, dtype):
+            x = x * np.float32(sums_in_products.UNIT)
+        return round_to(x, dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
     def iterate(self, stack: jax.Array) -> jax.Array:
@@ -189,6 +218,9 @@ class Polynomials(Solver):
         products = Products(stack.dtype, block_rows, precision, is_rolled)
         # A product with a batch axis of one is slower than one without.
         x = stack[0] if stack.ndim == 3 and len(stack) == 1 else stack
+        if self._adds(stack.shape, stack.dtype):
+            y = sums_in_products.iterate(x, passes, self.nth)
+            return y.reshape(stack.shape)
         return iterate(x, passes, products).reshape(stack.shape)
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -212,6 +244,12 @@ class Polynomials(Solver):
             return self.dtype or dtype
         fast = self.platform.iteration_dtype
         return jnp.dtype("float32" if fast in self.unstable_in else fast)
+
+    def _adds(self, shape: Sequence[int], dtype: jnp.dtype) -> bool:
+        passes, _ = self._passes(shape[-2:], dtype)
+        return self.platform.adds_in_products and sums_in_products.can_add(
+            passes, dtype
+        )
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
         """How steps are collected, and whether that is the Gram form."""

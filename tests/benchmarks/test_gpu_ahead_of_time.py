@@ -1,13 +1,12 @@
 """What the benchmark that compiles for GPU counts in a program."""
 
-import gpu_program
 from gpu_chips import Rates
 from gpu_program import exchanged_bytes, work_by_kind
 from hlo_program import parse
 
 
 #: One product a second, one byte a second.
-SLOW = Rates(products=1.0, copies=1.0)
+SLOW = Rates(products=1.0, copies=1.0, launch=0.5)
 
 GEMM = (
     'custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers":'
@@ -52,8 +51,7 @@ ENTRY %main (a: f32[8,4], b: f16[2,4], c: f32[2,4], i: s32[]) -> f16[2,2] {
 """.replace("GEMM", GEMM)
 
 
-def test_work_of_a_program(monkeypatch):
-    monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.5)
+def test_work_of_a_program():
     work = work_by_kind(parse(PROGRAM), SLOW)
     # Of `a` a quarter is read; of what is updated in place nothing.
     cut = (32 + 16) + (16 + 16)
