@@ -22,11 +22,12 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     position.
     """
     parameters = inspect.signature(function).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         unknown = [name for name in kwargs if name not in parameters]
-        if unknown:
+        if unknown and not takes_any:
             name = function.__name__
             raise TypeError(
                 f"{name}() has no argument '{unknown[0]}'"

@@ -1,6 +1,7 @@
 """Arguments of other names, in other places, or of other kinds: errors say which."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +137,9 @@ def test_right_calls_stay_right():
     tx.update(grads, tx.init(PARAMS), PARAMS, attention_stats=stats)
     assert mc.describe(params=PARAMS, model=reading)
     assert mc.scalars(state, PARAMS, model=reading)["param_norm/matrix"] > 0
+
+
+def test_arguments_of_the_installed_optax_pass():
+    own = inspect.signature(optax.MultiSteps.__init__).parameters
+    options = {"accumulator_dtype": jnp.float32} if "accumulator_dtype" in own else {}
+    assert mc.multi_steps(mc.muonclip(0.1), 2, **options)

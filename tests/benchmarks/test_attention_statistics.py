@@ -23,9 +23,9 @@ def test_kimi_k2_is_read_from_shapes_within_seconds():
         is_leaf=lambda x: isinstance(x, tuple),
     )
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
-    start = time.perf_counter()
+    start = time.process_time()
     reading = mc.read_model(loss, params, tokens)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert not reading.unknown and not reading.refused
     labels, numbers = reading.labels["layers"], reading.dimension_numbers["layers"]
     assert labels["router"] == "router" and labels["norm1"] == "vector"

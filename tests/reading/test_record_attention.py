@@ -51,7 +51,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("way", few(list(WAYS), "in two blocks"))
+@pytest.mark.parametrize("way", few(list(WAYS), "masked"))
 def test_nothing_changes_however_attention_is_computed(way):
     def loss(p, x):
         return jnp.sum(WAYS[way](p, x) ** 2)
