@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python benchmarks/float16_on_gpu.py
 
 On a CPU, which rounds as cuBLAS does: products accumulate in float32, and each is
-rounded once, after what is added to it. Beside it stands the form with float32 between
+rounded once, after what is added to it. Next to it stands the form with float32 between
 products, which a GPU ran until 502ee87. The matrices are those of `spectra.py`.
 """
 

@@ -141,7 +141,7 @@ def _numbers(size: int) -> Marks:
     numbers, marks = np.arange(size), np.zeros(size, np.int64)
     for digit in range(max(1, (size - 1).bit_length())):
         marks |= 1 << (2 * digit + (numbers >> digit & 1))
-    marks.flags.writeable = False
+    marks.setflags(write=False)
     return marks
 
 
