@@ -13,8 +13,8 @@ from internals import (
     groups_of,
     Matrices,
     matrix_view,
+    Parcels,
     plan_exchanges,
-    SharedStack,
     solver,
 )
 from models import Model
@@ -27,13 +27,12 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
     They are the loops of stacks of which devices own different numbers.
     """
     trips = {}
-    for i, (stack, cut, share) in enumerate(_plan(model, platform)):
-        if not share.is_full:
-            counts = np.empty(math.prod(model.mesh.values()), int)
-            counts[groups_of(cut, model.mesh)] = share.counts
-            most = solver(platform).batch_size(stack.shape)
-            step = math.ceil(share.slots / math.ceil(share.slots / most))
-            trips[f"stack{i}"] = -(-counts // step)
+    for parcels in _plan(model, platform):
+        for of in parcels.contents:
+            if (of.trips != of.trips[0]).any():
+                each = np.empty(math.prod(model.mesh.values()), int)
+                each[groups_of(of.stack.cut, model.mesh)] = of.trips
+                trips[of.stack.name] = each
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
@@ -41,14 +40,15 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
 def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, cut, share in _plan(model, platform):
-        one = solver(platform).cost(stack.shape, stack.dtype)
-        groups = len(groups_of(cut, model.mesh))
-        flops += 2.0 * one * groups * int(share.counts.sum())
+    for parcels in _plan(model, platform):
+        for _, stack, cut, counts in (of.stack for of in parcels.contents):
+            one = solver(platform).cost(stack.shape, stack.dtype)
+            groups = len(groups_of(cut, model.mesh))
+            flops += 2.0 * one * groups * int(counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
-def _plan(model: Model, platform: str) -> list[SharedStack]:
+def _plan(model: Model, platform: str) -> list[Parcels]:
     return plan_exchanges(solver(platform), _leaves(model), model.mesh)
 
 

@@ -6,8 +6,9 @@ they come back. How blocks are sent there and back, XLA decides.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from .._axes import keep_sharding, sharded_like
 from .._matrices.pieces import divide
 from .._matrices.stacks import Matrices, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
-from .exchange import share_in_a_row, Slots
-from .on_mesh import iterate_share
+from .on_mesh import together
+from .owners import by_cost
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -27,6 +28,20 @@ ANY = PartitionSpec.UNCONSTRAINED
 #: From how many matrices for each device on a leaf has a stack of its own, of which the
 #: last slot of each device may be padding: at most a fifth of the work.
 MANY = 4
+
+
+class Slots(NamedTuple):
+    """Which slots the matrices of a stack are in, in a row, and so whose they are."""
+
+    first: int  # slot of the first matrix
+    counts: np.ndarray  # matrices of each device
+    slots: int  # of each device
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Empty slots before the matrices and after them."""
+        after = len(self.counts) * self.slots - self.first - int(self.counts.sum())
+        return self.first, after
 
 
 #: A stack, and which of its matrices each device iterates.
@@ -54,8 +69,14 @@ def orthogonalize_by_constraint(
 
     def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
         device = jax.lax.axis_index(axes)
-        counts = [jnp.asarray(share.counts)[device] for _, share in plan]
-        return iterate_share(solver, [*zip(slots, counts, strict=True)])
+        late = [True] * len(plan)
+        iterated = []
+        for i, ((_, share), x) in enumerate(zip(plan, together(slots, late), strict=True)):
+            # A name by which benchmarks know its loop.
+            with jax.named_scope(f"stack{i}"):
+                count = jnp.asarray(share.counts)[device]
+                iterated.append(solver.orthogonalize_all(x, count))
+        return together(iterated, late)
 
     arrived = []
     for stack, share in plan:
@@ -99,3 +120,38 @@ def divide_stacks(
     stacks = plan_stacks(few) + [stack for x in many for stack in plan_stacks([x])]
     work = [(stack.count, solver.cost(stack.shape, stack.dtype)) for stack in stacks]
     return [*zip(stacks, share_in_a_row(work, devices), strict=True)]
+
+
+def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slots]:
+    """Shares matrices out in a row, for arrays that XLA shards.
+
+    To put them in any other order would be a gather, which it does not partition well.
+    """
+    loads, found = np.zeros(devices), {}
+    for i in by_cost([cost for _, cost in stacks]):
+        count, cost = stacks[i]
+        # Few devices with full slots, or more of them with half as many: the second is
+        # better where the first stacks have left some devices nothing to do.
+        least = max(1, math.ceil(count / devices))
+        shares = [
+            _where_least_busy(loads, count, slots)
+            for slots in (least, 2 * least)
+        ]
+        after = [loads + float(cost) * share.counts for share in shares]
+        best = int(np.argmin([x.max() for x in after]))
+        found[i], loads = shares[best], after[best]
+    return [found[i] for i in range(len(stacks))]
+
+
+def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
+    # Devices with full slots in a row, of which the busiest counts: all of them are
+    # done when it is.
+    used = max(1, math.ceil(count / slots))
+    busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
+    start = int(np.argmin(busiest))
+    counts = np.zeros(len(loads), np.int32)
+    counts[start : start + used] = slots
+    counts[start + used - 1] = count - (used - 1) * slots  # the last has what is left
+    return Slots(start * slots, counts, slots)
+
+
