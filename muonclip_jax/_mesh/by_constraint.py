@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._axes import keep_sharding, sharded_like
+from .._axes import impose_no_sharding, keep_sharding, sharded_like
 from .._matrices.pieces import divide
-from .._matrices.stacks import Matrices, plan_stacks, Stack
+from .._matrices.stacks import Matrices, MatrixView, Part, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
 from .on_mesh import together
 from .owners import by_cost
@@ -63,9 +63,8 @@ def orthogonalize_by_constraint(
     def halfway(slots: jax.Array) -> jax.Array:
         # Over all axes but the last one, since XLA moves one axis well. Where all of
         # them cut matrices it would make copies of the stack on all devices in order to
-        # move them together, and stacks that it moves before they are padded it would
-        # move again.
-        return constrained(slots, axes[:-1] or None, ANY, ANY)
+        # move them together.
+        return constrained(slots, axes[:-1], ANY, ANY) if len(axes) > 1 else slots
 
     def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
         device = jax.lax.axis_index(axes)
@@ -80,8 +79,14 @@ def orthogonalize_by_constraint(
 
     arrived = []
     for stack, share in plan:
-        matrices = jnp.concatenate(stack.gather(solver.wire_dtype(stack.dtype)))
-        slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
+        matrices = stack.gather(solver.wire_dtype(stack.dtype))
+        if _is_even(stack, mesh.size):
+            slots = _side_by_side(matrices, mesh.size)
+        else:
+            # Stacks that XLA moves before they are padded it would move again.
+            slots = jnp.concatenate(matrices)
+            slots = jnp.pad(slots, [share.padding, (0, 0), (0, 0)])
+            slots = constrained(slots, axes[:-1] or None, ANY, ANY)
         arrived.append(constrained(halfway(slots), axes, None, None))
     by_device = PartitionSpec(axes)
     # Each device iterates what a constraint has put there. `check_vma` would have to
@@ -95,10 +100,38 @@ def orthogonalize_by_constraint(
     )(solver, arrived)
     results: list[Any] = list(pieces)
     for (stack, share), slots in zip(plan, iterated, strict=True):
-        slots = constrained(halfway(slots), None, ANY, ANY)
-        stack.scatter(slots[share.first : share.first + stack.count], results)
+        slots = halfway(slots)
+        if _is_even(stack, mesh.size):
+            _apart(slots, mesh.size, stack, results)
+        else:
+            slots = constrained(slots, None, ANY, ANY)
+            stack.scatter(slots[share.first : share.first + stack.count], results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
-    return [*map(sharded_like, unite(results), (leaf.array for leaf in leaves))]
+    # Where the owners have them does not decide how they are sharded: their leaf does.
+    results = map(impose_no_sharding, unite(results))
+    return [*map(sharded_like, results, (leaf.array for leaf in leaves))]
+
+
+def _is_even(stack: Stack, devices: int) -> bool:
+    """Whether every device has as many matrices of each leaf."""
+    return not any(count % devices for count in stack.counts)
+
+
+def _side_by_side(leaves: Sequence[jax.Array], devices: int) -> jax.Array:
+    """Stacks of one size as one, of which each device has the same part of each.
+
+    A stack that the mesh cuts along its matrices stays where it is.
+    """
+    parts = [x.reshape(devices, -1, *x.shape[1:]) for x in leaves]
+    return jnp.stack(parts, axis=1).reshape(-1, *leaves[0].shape[1:])
+
+
+def _apart(slots: jax.Array, devices: int, stack: Stack, results: list[Any]) -> None:
+    """Puts the leaves of what `_side_by_side` has put together into `results`."""
+    parts = slots.reshape(devices, len(stack.parts), -1, *stack.shape)
+    for at, (i, leaf) in enumerate(stack.parts):
+        x = parts[:, at].reshape(-1, *stack.shape)
+        results[i] = leaf.view.from_matrices(x)
 
 
 def divide_stacks(
@@ -106,18 +139,32 @@ def divide_stacks(
 ) -> list[DividedStack]:
     """Groups matrices into stacks, and divides each among the devices.
 
-    Tall ones are not turned, since a mesh often cuts all leaves along one axis. A leaf
-    of many has a stack of its own: it may be cut along them. XLA copies arrays that are
-    sharded differently to all devices before it concatenates them.
+    Tall ones are not turned, since a mesh often cuts all leaves along one axis. Leaves
+    that the devices share out evenly, and leaves of many matrices, may be cut along
+    them: the first have a stack of those that are alike, and are cut alike, the others
+    one of their own. XLA copies arrays that are sharded differently to all devices
+    before it concatenates them.
     """
-    # Experts, which a mesh may cut, before layers, which it seldom does: a cut axis in
-    # front stays cut when both become one.
-    few, many = [], []
+    few: list[Part] = []
+    alone: dict[Any, list[Part]] = {}
     for i, leaf in enumerate(leaves):
-        view = dataclasses.replace(leaf.view, batch=leaf.view.batch[::-1])
-        group = many if view.count >= MANY * devices else few
-        group.append((i, dataclasses.replace(leaf, view=view)))
-    stacks = plan_stacks(few) + [stack for x in many for stack in plan_stacks([x])]
+        view = leaf.view
+
+        def is_uneven(axis: int, view: MatrixView = view) -> bool:
+            return view.shape[axis] % devices > 0
+
+        # The axis that a mesh may cut goes in front: it stays cut when all become one.
+        # Experts are behind layers, which a mesh seldom cuts.
+        batch = sorted(sorted(view.batch, reverse=True), key=is_uneven)
+        view = dataclasses.replace(view, batch=tuple(batch))
+        part = i, dataclasses.replace(leaf, view=view)
+        if view.count % devices == 0:
+            alone.setdefault(view, []).append(part)
+        elif view.count >= MANY * devices:
+            alone[i] = [part]
+        else:
+            few.append(part)
+    stacks = [x for parts in [few, *alone.values()] for x in plan_stacks(parts)]
     work = [(stack.count, solver.cost(stack.shape, stack.dtype)) for stack in stacks]
     return [*zip(stacks, share_in_a_row(work, devices), strict=True)]
 
@@ -133,10 +180,10 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
         # Few devices with full slots, or more of them with half as many: the second is
         # better where the first stacks have left some devices nothing to do.
         least = max(1, math.ceil(count / devices))
-        shares = [
-            _where_least_busy(loads, count, slots)
-            for slots in (least, 2 * least)
-        ]
+        shares = [_where_least_busy(loads, count, least)]
+        # What is even may be where it has to be.
+        if count % devices:
+            shares.append(_where_least_busy(loads, count, 2 * least))
         after = [loads + float(cost) * share.counts for share in shares]
         best = int(np.argmin([x.max() for x in after]))
         found[i], loads = shares[best], after[best]
