@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import impose_no_sharding, keep_sharding, sharded_like
+from .._layout.layout import AxisNames
 from .._matrices.pieces import divide
 from .._matrices.stacks import Matrices, MatrixView, Part, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
@@ -49,12 +50,17 @@ DividedStack = tuple[Stack, Slots]
 
 
 def orthogonalize_by_constraint(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mesh | AbstractMesh
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mesh | AbstractMesh,
+    slow: AxisNames = (),
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
     pieces, unite = divide([leaf.of(keep_sharding(leaf.array)) for leaf in leaves])
-    plan = divide_stacks(solver, pieces, mesh.size)
-    axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+    # Along slow axes XLA is asked for copies.
+    sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in slow}
+    axes, devices = tuple(sizes), math.prod(sizes.values())
+    plan = divide_stacks(solver, pieces, devices)
 
     def constrained(x: jax.Array, *spec: Any) -> jax.Array:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -67,10 +73,12 @@ def orthogonalize_by_constraint(
         return constrained(slots, axes[:-1], ANY, ANY) if len(axes) > 1 else slots
 
     def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
-        device = jax.lax.axis_index(axes)
-        late = [True] * len(plan)
+        device = jax.lax.axis_index(axes) if axes else 0
+        late = [()] * len(plan)
         iterated = []
-        for i, ((_, share), x) in enumerate(zip(plan, together(slots, late), strict=True)):
+        for i, ((_, share), x) in enumerate(
+            zip(plan, together(slots, late), strict=True)
+        ):
             # A name by which benchmarks know its loop.
             with jax.named_scope(f"stack{i}"):
                 count = jnp.asarray(share.counts)[device]
@@ -80,15 +88,15 @@ def orthogonalize_by_constraint(
     arrived = []
     for stack, share in plan:
         matrices = stack.gather(solver.wire_dtype(stack.dtype))
-        if _is_even(stack, mesh.size):
-            slots = _side_by_side(matrices, mesh.size)
+        if _is_even(stack, devices):
+            slots = _side_by_side(matrices, devices)
         else:
             # Stacks that XLA moves before they are padded it would move again.
             slots = jnp.concatenate(matrices)
             slots = jnp.pad(slots, [share.padding, (0, 0), (0, 0)])
             slots = constrained(slots, axes[:-1] or None, ANY, ANY)
-        arrived.append(constrained(halfway(slots), axes, None, None))
-    by_device = PartitionSpec(axes)
+        arrived.append(constrained(halfway(slots), axes or None, None, None))
+    by_device = PartitionSpec(axes or None)
     # Each device iterates what a constraint has put there. `check_vma` would have to
     # know that a loop with a count of its own differs along all axes.
     iterated = jax.shard_map(
@@ -101,15 +109,15 @@ def orthogonalize_by_constraint(
     results: list[Any] = list(pieces)
     for (stack, share), slots in zip(plan, iterated, strict=True):
         slots = halfway(slots)
-        if _is_even(stack, mesh.size):
-            _apart(slots, mesh.size, stack, results)
+        if _is_even(stack, devices):
+            _apart(slots, devices, stack, results)
         else:
             slots = constrained(slots, None, ANY, ANY)
             stack.scatter(slots[share.first : share.first + stack.count], results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
     # Where the owners have them does not decide how they are sharded: their leaf does.
-    results = map(impose_no_sharding, unite(results))
-    return [*map(sharded_like, results, (leaf.array for leaf in leaves))]
+    whole = map(impose_no_sharding, unite(results))
+    return [*map(sharded_like, whole, (leaf.array for leaf in leaves))]
 
 
 def _is_even(stack: Stack, devices: int) -> bool:
@@ -200,5 +208,3 @@ def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
     counts[start : start + used] = slots
     counts[start + used - 1] = count - (used - 1) * slots  # the last has what is left
     return Slots(start * slots, counts, slots)
-
-

@@ -8,7 +8,7 @@ two for each stack of the others.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,10 @@ MOST_PADDING = 1.1
 
 
 def orthogonalize_on_mesh(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mesh | AbstractMesh
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mesh | AbstractMesh,
+    slow: AxisNames = (),
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that their specs shard on `mesh`, and leaves them so."""
     aligned = []
@@ -61,7 +64,7 @@ def orthogonalize_on_mesh(
                 "and devices along that axis cannot share Muon's work: map over an "
                 "axis that is not sharded, or use jax.shard_map"
             ) from error
-        return share_among_devices(solver, leaves, mesh.shape)
+        return share_among_devices(solver, leaves, mesh.shape, slow)
 
     results = jax.shard_map(
         on_device,
@@ -106,7 +109,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
 
 
 def orthogonalize_by_replicas(
-    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames
+    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames, slow: AxisNames = ()
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
@@ -116,19 +119,24 @@ def orthogonalize_by_replicas(
     sizes = {name: jax.lax.axis_size(name) for name in axes}
     # What the loop over a share iterates differs from device to device, while the
     # leaves are the same on all: types have to know before they meet. Along an axis of
-    # one device nothing differs, and no gather would take it back.
+    # one device, and along a slow one, nothing differs, and no gather would take it
+    # back.
     several = tuple(name for name in axes if sizes[name] > 1)
-    if several and is_checked(several):
-        leaves = [leaf.of(varying(leaf.array, several)) for leaf in leaves]
+    shared = tuple(name for name in several if name not in slow)
+    if shared and is_checked(shared):
+        leaves = [leaf.of(varying(leaf.array, shared)) for leaf in leaves]
     return on_whole_blocks(
-        lambda whole: share_among_devices(solver, whole, sizes),
+        lambda whole: share_among_devices(solver, whole, sizes, slow),
         leaves,
         kept=lambda leaf: along(several, _aligned(leaf, sizes)),
     )
 
 
 def share_among_devices(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[Any, int]
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames = (),
 ) -> list[jax.Array]:
     """The work of one device: from its blocks of all leaves to the same, orthogonal.
 
@@ -137,7 +145,7 @@ def share_among_devices(
     # Every process makes the same plan by itself: it follows from shapes, specs and
     # costs alone, in an order that no hash decides.
     pieces, unite = divide(leaves)
-    plan, arrived = plan_exchanges(solver, pieces, mesh), []
+    plan, arrived = plan_exchanges(solver, pieces, mesh, slow), []
     for parcels in plan:
         # What is iterated in half precision is sent in it, which halves the traffic.
         stacks = [of.stack.stack for of in parcels.contents]
@@ -146,9 +154,12 @@ def share_among_devices(
     # arrived, and returns start once all is done. Work is balanced over all stacks
     # together: exchanges in between would make every device wait for the slowest of
     # each parcel.
-    late = [not parcels.is_even for parcels in plan]
+    # What is repeated along slow axes does not wait for what differs along them: types
+    # would have it differ, too.
+    late = [None if parcels.is_even else parcels.repeated for parcels in plan]
     iterated = [
-        parcels.iterate(x) for parcels, x in zip(plan, together(arrived, late), strict=True)
+        parcels.iterate(x)
+        for parcels, x in zip(plan, together(arrived, late), strict=True)
     ]
     results: list[Any] = list(pieces)
     for parcels, x in zip(plan, together(iterated, late), strict=True):
@@ -170,13 +181,17 @@ def _stored(leaf: jax.Array) -> jax.Array:
 
 
 def plan_exchanges(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[str, int]
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames = (),
 ) -> list[Parcels]:
     """Which matrices are sent together, and who iterates them; alike on all devices."""
     exchanges: dict[Any, list[OwnedStack]] = {}
-    for stack in _owned_stacks(solver, leaves, mesh):
+    for stack in _owned_stacks(solver, leaves, mesh, slow):
         cut = stack.cut
-        key: Any = cut.replicated, cut.sharded, solver.wire_dtype(stack.stack.dtype)
+        dtype = solver.wire_dtype(stack.stack.dtype)
+        key: Any = cut.replicated, cut.sharded, cut.repeated, dtype
         if not cut.members or stack.padding <= MOST_PADDING:
             key = stack.name
         exchanges.setdefault(key, []).append(stack)
@@ -184,15 +199,18 @@ def plan_exchanges(
 
 
 def _owned_stacks(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[str, int]
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames,
 ) -> list[OwnedStack]:
     groups: dict[tuple[Cut, jnp.dtype, int | None], list[Part]] = {}
     for i, leaf in enumerate(leaves):
         view, spec = leaf.view, leaf.spec
-        cut = cut_of(view, spec, mesh)
+        cut = cut_of(view, spec, mesh, slow)
         if not cut.sharded and solver.commutes_with_transposition:
             view = view.wide  # a device has all of a matrix, and to turn it is free
-            cut = cut_of(view, spec, mesh)
+            cut = cut_of(view, spec, mesh, slow)
         own = local_view(view, spec, mesh)
         share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
@@ -219,16 +237,19 @@ def _owned_stacks(
     ]
 
 
-def together(arrays: Sequence[jax.Array], late: Sequence[bool]) -> list[jax.Array]:
-    """Makes the arrays that may be late available only once all of them are."""
-    waiting = [x for x, is_late in zip(arrays, late, strict=True) if is_late]
-    if len(waiting) < 2:
-        return [*arrays]
-    zero = zero_after(waiting)
-    return [
-        _wait_for(zero, x) if is_late else x
-        for x, is_late in zip(arrays, late, strict=True)
-    ]
+def together(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
+    """Makes arrays that are late in the same way available only once all of them are.
+
+    `None` is not late.
+    """
+    found = [*arrays]
+    for way in dict.fromkeys(x for x in late if x is not None):
+        waiting = [i for i, x in enumerate(late) if x == way]
+        if len(waiting) > 1:
+            zero = zero_after([arrays[i] for i in waiting])
+            for i in waiting:
+                found[i] = _wait_for(zero, arrays[i])
+    return found
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ exchange for every product, where to send it to one takes two in all.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -24,6 +24,7 @@ class Cut(NamedTuple):
     - `shape`: of a matrix.
     - `batch`: along these mesh axes devices hold different matrices.
     - `replicated`: along these they hold the same.
+    - `repeated`: along these, too, and each does the work by itself.
     - `sharded`: along these they hold blocks of the same.
 
     Axes are in the order of the mesh.
@@ -33,6 +34,7 @@ class Cut(NamedTuple):
     shape: tuple[int, int]
     batch: tuple[str, ...]
     replicated: tuple[str, ...]
+    repeated: tuple[str, ...]
     sharded: tuple[str, ...]
 
     @property
@@ -41,8 +43,13 @@ class Cut(NamedTuple):
         return self.replicated + self.sharded
 
 
-def cut_of(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Cut:
-    """`mesh` maps names of axes to sizes."""
+def cut_of(
+    view: MatrixView,
+    spec: PartitionSpec,
+    mesh: Mapping[Any, int],
+    slow: Collection[Any] = (),
+) -> Cut:
+    """`mesh` maps names of axes to sizes; copies along `slow` ones share no work."""
     entries = [*spec, *[None] * (len(view.shape) - len(spec))]
     # Axes of one device cut nothing. Without them leaves that are cut alike have equal
     # cuts, and share a stack.
@@ -66,7 +73,8 @@ def cut_of(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Cu
         inner,
         view.matrix_shape,
         tuple(name for name in axes if name in batch),
-        tuple(name for name in axes if name not in batch | sharded),
+        tuple(name for name in axes if name not in batch | sharded | {*slow}),
+        tuple(name for name in axes if name in slow and name not in batch | sharded),
         tuple(name for name in axes if name in sharded),
     )
 
@@ -84,22 +92,21 @@ def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
     names = [name for name, size in mesh.items() if size > 1]
     # As `axis_index` over all axes numbers them: the first axis is the major one.
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
-    order = [names.index(name) for name in cut.batch + cut.members]
-    return numbers.transpose(order).reshape(
-        math.prod(mesh[name] for name in cut.batch), -1
-    )
+    apart = cut.batch + cut.repeated
+    order = [names.index(name) for name in apart + cut.members]
+    return numbers.transpose(order).reshape(math.prod(mesh[x] for x in apart), -1)
 
 
 class Work(NamedTuple):
     """The matrices of a stack, as they are shared out.
 
-    - `count`: of the matrices that a group of devices shares out.
+    - `matrices`: how many a group of devices shares out.
     - `cost`: of each.
     - `entries`: of each.
     - `groups`: numbers of devices `(groups, members)`; every group does alike.
     """
 
-    count: int
+    matrices: int
     cost: float
     entries: int
     groups: np.ndarray
@@ -117,12 +124,14 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)
-    # Every device is sent as much as the one that is sent most. If all may take all, one
-    # has the mean or less, and this holds after any matrix. Flat matrices, which are
-    # cheap for their size, could make up an owner's work by many times that.
-    most = max(stack.entries for stack in stacks) + sum(
-        stack.count * stack.entries * len(stack.groups) for stack in stacks
-    ) / devices
+    # Every device is sent as much as the one that is sent most, so flat matrices, which
+    # are cheap for their size, must not make up for the work of others. If all may take
+    # all, one has the mean or less: there always is one with room.
+    most = (
+        max(stack.entries for stack in stacks)
+        + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)
+        / devices
+    )
     loads, sent, found = np.zeros(devices), np.zeros(devices), {}
     for i in by_cost([stack.cost for stack in stacks]):
         count, cost, entries, groups = stacks[i]

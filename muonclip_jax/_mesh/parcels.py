@@ -8,7 +8,6 @@ owner gets of some stacks is one parcel, and parcels are as even as the work is:
     where every matrix gives way to what it becomes, and the same backwards
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,6 +77,7 @@ class Parcels:
         cut = stacks[0].cut
         self.solver, self.mesh = solver, mesh
         self.replicated, self.sharded = cut.replicated, cut.sharded
+        self.repeated = cut.repeated
         self.dtype = solver.wire_dtype(stacks[0].stack.dtype)
         blocks = [x.stack.parts[0][1].view.matrix_shape for x in stacks]
         self.unit = _unit_of(blocks, [x.stack.count for x in stacks])
@@ -88,10 +88,10 @@ class Parcels:
         for stack, block in zip(stacks, blocks, strict=True):
             units = -(-math.prod(block) // math.prod(self.unit))
             counts = stack.counts
-            size, most = solver.batch_size(stack.cut.shape), max(1, int(counts.max()))
+            most = max(1, int(counts.max()))
+            size = solver.batch_size(stack.cut.shape, in_blocks=bool(cut.sharded))
             # Trips as even as they can be: what pads the last is iterated for nothing.
             step = math.ceil(most / math.ceil(most / size))
-            step = 1
             trips = -(-counts // step)
             first = np.array([len(row) for row in rows], np.int32)
             self.contents.append(Contents(stack, block, units, step, first, trips))
@@ -117,13 +117,9 @@ class Parcels:
         self.back[index.reshape(-1)[filled]] = filled
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
-        """The parcel of this device, from its blocks `(count, *block)` of each stack."""
+        """The parcel of this device, from its blocks `(count, *block)`."""
         units = [self._divided(x) for blocks in leaves for x in blocks]
-        units = [x.reshape(-1, *self.unit) for x in units]
-        if len(units) > 1:
-            # Each is laid out by itself, and not all at once in float32.
-            units = jax.lax.optimization_barrier(units)
-        x = jnp.concatenate(units)
+        x = jnp.concatenate([x.reshape(-1, *self.unit) for x in units])
         copies = math.prod(self.mesh[a] for a in self.replicated)
         # Copies hold the same blocks, and each sends its part of the parcels alone.
         index = self.index.reshape(copies, -1)

@@ -14,7 +14,7 @@ from internals import Cut, groups_of, share_in_a_row, share_out, Work
 def route(batch=(), replicated=(), sharded=()):
     """How a mesh cuts some matrices: whatever they are, along these axes."""
     sides = (8, tuple(sharded)), (8, ())
-    return Cut(sides, (8, 8), tuple(batch), tuple(replicated), tuple(sharded))
+    return Cut(sides, (8, 8), tuple(batch), tuple(replicated), (), tuple(sharded))
 
 
 def shared_out(works, mesh):
@@ -23,7 +23,10 @@ def shared_out(works, mesh):
     A stack is a number of matrices, the cost and the entries of each, and their cut.
     """
     devices = int(np.prod(list(mesh.values())))
-    stacks = [Work(*work, groups_of(cut, mesh)) for *work, cut in works]
+    stacks = [
+        Work(count, cost, entries, groups_of(cut, mesh))
+        for count, cost, entries, cut in works
+    ]
     shares = share_out(stacks, devices)
     loads, sent = np.zeros((2, devices))
     for (count, cost, entries, group), counts in zip(stacks, shares, strict=True):
