@@ -5,6 +5,7 @@ then runs as often as a table says, which the text of a compiled program leaves 
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,49 @@ def even_flops(model: Model, platform: str) -> float:
     return flops / math.prod(model.mesh.values())
 
 
-def _plan(model: Model, platform: str) -> list[Parcels]:
-    return plan_exchanges(solver(platform), _leaves(model), model.mesh)
+class Sent(NamedTuple):
+    """What a device sends in an update, as it is planned, and has to send.
+
+    Bytes are counted as `hlo_costs` does: the larger of what goes into a collective and
+    what comes out of it.
+    """
+
+    exchanges: int  # there, and as many back
+    bytes: int
+    least: float
+
+
+def sent(model: Model, platform: str, slow_axes: tuple[str, ...] = ()) -> Sent:
+    """Of our update.
+
+    The least is what every matrix needs that goes whole to one device, and back. Every
+    entry that a device holds goes to the owner and comes back. Of copies each sends and
+    gets its part of these, and from the others what they get.
+    """
+    bytes_sent, least, exchanges = 0, 0.0, 0
+    for parcels in _plan(model, platform, slow_axes):
+        copies, peers = (
+            math.prod(model.mesh[axis] for axis in axes)
+            for axes in (parcels.replicated, parcels.sharded)
+        )
+        parcel = parcels.sent * math.prod(parcels.unit) * parcels.dtype.itemsize
+        held = parcels.dtype.itemsize * sum(
+            of.stack.stack.count * math.prod(of.block) for of in parcels.contents
+        )
+        if parcels.sharded:
+            bytes_sent += 2 * parcel * peers
+            least += 2 * held / copies
+        if parcels.replicated:
+            bytes_sent += parcel * peers * copies
+            least += held
+        exchanges += bool(parcels.sharded or parcels.replicated)
+    return Sent(exchanges, bytes_sent, least)
+
+
+def _plan(
+    model: Model, platform: str, slow_axes: tuple[str, ...] = ()
+) -> list[Parcels]:
+    return plan_exchanges(solver(platform), _leaves(model), model.mesh, slow_axes)
 
 
 def _leaves(model: Model) -> list[Matrices]:
