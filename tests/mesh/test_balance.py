@@ -9,6 +9,8 @@ from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import Cut, groups_of, share_in_a_row, share_out, Work
+from models import models
+from shares import sent
 
 
 def route(batch=(), replicated=(), sharded=()):
@@ -61,6 +63,15 @@ def test_an_owner_is_sent_at_most_a_matrix_above_the_mean(stacks, devices):
     works = [(*stack, route(sharded=["fsdp"])) for stack in stacks]
     _, _, sent = shared_out(works, {"fsdp": devices})
     assert sent.max() <= sent.mean() + max(entries for *_, entries in stacks)
+
+
+def test_parcels_of_llama_send_a_tenth_more_than_the_least():
+    """There and back go 15.2 million entries a device, of two bytes each."""
+    for name in ("Llama-1B, FSDP 64, stacked", "Llama-1B, FSDP 16 x tensor 4"):
+        found = sent(models(4)[name], "tpu")
+        assert found.exchanges == 1
+        assert found.least == 2 * 2 * 16 * 60_817_408 / 64
+        assert found.bytes <= 1.11 * found.least
 
 
 @pytest.mark.parametrize("order", [1, -1])

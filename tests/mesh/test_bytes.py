@@ -73,7 +73,6 @@ def of_experts(told):
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     specs = {
         "gate": ((16, 24, 8), P("expert")),
-        "up": ((16, 24, 8), P("expert")),
         "layers": ((3, 8, 8, 24), P(None, "expert")),
         "of_layers": ((8, 3, 8, 24), P("expert")),
     }
@@ -83,6 +82,7 @@ def of_experts(told):
     }
     tx = mc.scale_by_muon(
         dimension_numbers=mc.MuonDimensionNumbers(-2, -1),
+        orthogonalizer=mc.NewtonSchulz(steps=1),
         shardings={name: x.sharding for name, x in w.items()} if told else None,
     )
     state = jax.eval_shape(tx.init, w)._replace(mu=w)

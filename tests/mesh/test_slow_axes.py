@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from helpers import more, normal
+from helpers import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -20,7 +20,7 @@ PARAMS = {"up": normal(0, 3, 16, 32), "down": normal(1, 5, 32, 16)}
 SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 OPTIONS = {
     "dimension_numbers": MuonDimensionNumbers(-2, -1),
-    "orthogonalizer": mc.NewtonSchulz(steps=2),
+    "orthogonalizer": mc.NewtonSchulz(steps=1),
 }
 
 
@@ -42,8 +42,8 @@ def of_one_device():
 
 def assert_as_on_one_device(found):
     for name, expected in of_one_device().items():
-        # Each singular value is magnified by 12 at most, and a sum has 32 terms.
-        share = 12 * 32 * 2**-24 * np.abs(expected).max()
+        # Each singular value is magnified by 3.5 at most, and a sum has 32 terms.
+        share = 3.5 * 32 * 2**-24 * np.abs(expected).max()
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=share)
 
 
@@ -58,7 +58,8 @@ def update_on(mesh, **options):
         return compiled(params, state)[0], pairs_that_talk(compiled)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, more(AxisType.Explicit)])
+@pytest.mark.more
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_nothing_is_sent_between_slices(kind):
     found, groups = update_on(mesh_of(kind), slow_axes="slice")
     assert_as_on_one_device(found)
