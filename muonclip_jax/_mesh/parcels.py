@@ -25,8 +25,14 @@ from .owners import Cut
 #: What a TPU stores side by side: blocks that it divides are moved without a copy.
 TILE = (8, 128)
 
-#: The most units of blocks that no tile divides: each takes a number in the program.
-MOST_UNITS = 2**16
+#: The most units of blocks that no tile divides, unless they are padded to whole tiles:
+#: each takes a number in the program.
+MOST_UNITS = 2**12
+
+#: The most owners whose parcels of one stack are copied run by run: slices of known
+#: bounds, where the compiler for TPU makes of a gather of large blocks loops that take
+#: 24 of 300 Mcycles of Kimi K2's update. It takes a slice for each owner.
+MOST_RUNS = 16
 
 
 class OwnedStack(NamedTuple):
@@ -110,6 +116,12 @@ class Parcels:
         self.is_full = len(stacks) == 1 and bool((index >= 0).all())
         #: Whether every owner has as many matrices of each stack.
         self.is_even = all((x.counts == x.counts[0]).all() for x in stacks)
+        #: Where the only stack's units of each owner begin, and how many there are.
+        self.runs: list[tuple[int, int]] = []
+        if len(stacks) == 1 and not self.is_full and len(rows) <= MOST_RUNS:
+            sizes = stacks[0].counts * self.contents[0].units
+            stops = np.cumsum(sizes)
+            self.runs = [*zip((stops - sizes).tolist(), sizes.tolist(), strict=True)]
         # An empty unit may be any.
         self.index = np.maximum(index, 0)
         filled = np.flatnonzero(index >= 0)
@@ -124,11 +136,17 @@ class Parcels:
         # Copies hold the same blocks, and each sends its part of the parcels alone.
         index = self.index.reshape(copies, -1)
         mine = jax.lax.axis_index(self.replicated) if self.replicated else 0
-        if not self.is_full:
+        if not self.is_full and not self.runs:
             x = jnp.take(x, jnp.asarray(index)[mine], axis=0)
-        elif self.replicated:
-            x = x.reshape(copies, -1, *self.unit)
-            x = jax.lax.dynamic_index_in_dim(x, mine, keepdims=False)
+        else:
+            if self.runs:
+                # After the last run there is nothing to fill a parcel with.
+                x = jnp.pad(x, [(0, self.sent), *[(0, 0)] * len(self.unit)])
+                starts = (start for start, _ in self.runs)
+                x = jnp.concatenate([x[i : i + self.sent] for i in starts])
+            if self.replicated:
+                x = x.reshape(copies, -1, *self.unit)
+                x = jax.lax.dynamic_index_in_dim(x, mine, keepdims=False)
         x = self._exchanged(x.reshape(-1, self.sent, *self.unit))
         extra = self.kept - self.sent
         return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * len(self.unit)])
@@ -159,10 +177,17 @@ class Parcels:
         x = x.reshape(-1, *self.unit)
         if self.replicated:
             x = gather_everywhere(x, self.replicated, axis=0, tiled=True)
+        if self.runs:
+            parcels = x.reshape(-1, self.sent, *self.unit)
+            sizes = [size for _, size in self.runs]
+            x = jnp.concatenate(
+                [each[:size] for each, size in zip(parcels, sizes, strict=True)]
+            )
         found, start = [], 0
         for of in self.contents:
             stop = start + of.stack.stack.count * of.units
-            y = x if self.is_full else jnp.take(x, self.back[start:stop], axis=0)
+            is_whole = self.is_full or self.runs
+            y = x if is_whole else jnp.take(x, self.back[start:stop], axis=0)
             found.append(self._united(y.reshape(-1, of.units, *self.unit), of.block))
             start = stop
         return found
@@ -178,21 +203,26 @@ class Parcels:
         *lead, rows, columns = x.shape
         if self.unit == (rows, columns):
             return x.reshape(*lead, 1, rows, columns)
-        if len(self.unit) == 1:
+        if not self._is_tiled((rows, columns)):
             x = x.reshape(*lead, rows * columns)
-            extra = -(rows * columns) % self.unit[0]
+            extra = -(rows * columns) % math.prod(self.unit)
             x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, extra)])
             return x.reshape(*lead, -1, *self.unit)
         p, q = TILE
         x = x.reshape(*lead, rows // p, p, columns // q, q).swapaxes(-3, -2)
         return x.reshape(*lead, -1, *self.unit)
 
+    def _is_tiled(self, block: tuple[int, int]) -> bool:
+        return len(self.unit) > 1 and _tiles(block) is not None
+
     def _united(self, x: jax.Array, block: tuple[int, int]) -> jax.Array:
         """The inverse of `_divided`."""
         lead = x.shape[: -len(self.unit) - 1]
-        if len(self.unit) == 1:
+        if self.unit == block:
+            return x.reshape(*lead, *block)
+        if not self._is_tiled(block):
             x = x.reshape(*lead, -1)[..., : math.prod(block)]
-        elif self.unit != block:
+        else:
             (rows, columns), (p, q) = block, TILE
             x = x.reshape(*lead, rows // p, columns // q, p, q).swapaxes(-3, -2)
         return x.reshape(*lead, *block)
@@ -231,11 +261,18 @@ def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:
     if len({*blocks}) == 1:
         return blocks[0]
     sizes = [*map(math.prod, blocks)]
-    size, tile = math.gcd(*sizes), math.prod(TILE)
-    if not any(n % p for block in blocks for n, p in zip(block, TILE, strict=True)):
-        return (size // tile, *TILE)
     total = sum(map(math.prod, zip(sizes, counts, strict=True)))
-    return (max(size, total // MOST_UNITS),)
+    is_tiled = all(_tiles(block) is not None for block in blocks)
+    if not is_tiled and total // math.gcd(*sizes) <= MOST_UNITS:
+        return (math.gcd(*sizes),)
+    # What no tile divides is flat, and padded to whole tiles.
+    return (math.gcd(*(-(-size // math.prod(TILE)) for size in sizes)), *TILE)
+
+
+def _tiles(block: tuple[int, int]) -> tuple[int, int] | None:
+    """The tiles along both sides, if they divide a block."""
+    (rows, columns), (p, q) = block, TILE
+    return None if rows % p or columns % q else (rows // p, columns // q)
 
 
 def _at(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
