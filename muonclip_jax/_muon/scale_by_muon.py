@@ -102,11 +102,11 @@ def scale_by_muon(
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then orthogonalizes its share of the whole matrices, with
-        two exchanges for each shape and each way in which that is cut, if there are
-        enough matrices. For arrays outside `jit`, and with explicit axes, the shardings
+        two exchanges for each stack that is shared out evenly, and two for all others
+        together. For arrays outside `jit`, and with explicit axes, the shardings
         are known. Under `jit` with automatic axes they are not: if you leave this out,
         XLA chooses how to send matrices to the devices that iterate them; the update is
-        the same, with more traffic.
+        the same, over several axes with more traffic.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They divide the matrices among them and
         gather the results, so that each iterates its part and all end with the same
