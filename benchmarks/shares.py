@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from internals import (
+    Exchange,
     groups_of,
     Matrices,
     matrix_view,
-    Parcels,
     plan_exchanges,
     solver,
 )
@@ -28,12 +28,12 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
     They are the loops of stacks of which devices own different numbers.
     """
     trips = {}
-    for parcels in _plan(model, platform):
-        for of in parcels.contents:
-            if (of.trips != of.trips[0]).any():
+    for exchange in _plan(model, platform):
+        for owned, of_owners in zip(exchange.stacks, exchange.trips, strict=True):
+            if (of_owners != of_owners[0]).any():
                 each = np.empty(math.prod(model.mesh.values()), int)
-                each[groups_of(of.stack.cut, model.mesh)] = of.trips
-                trips[of.stack.name] = each
+                each[groups_of(owned.cut, model.mesh)] = of_owners
+                trips[owned.name] = each
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
@@ -41,8 +41,8 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
 def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for parcels in _plan(model, platform):
-        for _, stack, cut, counts in (of.stack for of in parcels.contents):
+    for exchange in _plan(model, platform):
+        for _, stack, cut, counts in exchange.stacks:
             one = solver(platform).cost(stack.shape, stack.dtype)
             groups = len(groups_of(cut, model.mesh))
             flops += 2.0 * one * groups * int(counts.sum())
@@ -69,28 +69,28 @@ def sent(model: Model, platform: str, slow_axes: tuple[str, ...] = ()) -> Sent:
     gets its part of these, and from the others what they get.
     """
     bytes_sent, least, exchanges = 0, 0.0, 0
-    for parcels in _plan(model, platform, slow_axes):
+    for exchange in _plan(model, platform, slow_axes):
         copies, peers = (
             math.prod(model.mesh[axis] for axis in axes)
-            for axes in (parcels.replicated, parcels.sharded)
+            for axes in (exchange.replicated, exchange.sharded)
         )
-        parcel = parcels.sent * math.prod(parcels.unit) * parcels.dtype.itemsize
-        held = parcels.dtype.itemsize * sum(
-            of.stack.stack.count * math.prod(of.block) for of in parcels.contents
+        parcel = exchange.entries * exchange.dtype.itemsize
+        held = exchange.dtype.itemsize * sum(
+            owned.stack.count * math.prod(owned.block) for owned in exchange.stacks
         )
-        if parcels.sharded:
+        if exchange.sharded:
             bytes_sent += 2 * parcel * peers
             least += 2 * held / copies
-        if parcels.replicated:
+        if exchange.replicated:
             bytes_sent += parcel * peers * copies
             least += held
-        exchanges += bool(parcels.sharded or parcels.replicated)
+        exchanges += bool(exchange.sharded or exchange.replicated)
     return Sent(exchanges, bytes_sent, least)
 
 
 def _plan(
     model: Model, platform: str, slow_axes: tuple[str, ...] = ()
-) -> list[Parcels]:
+) -> list[Exchange]:
     return plan_exchanges(solver(platform), _leaves(model), model.mesh, slow_axes)
 
 

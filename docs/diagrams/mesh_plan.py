@@ -54,7 +54,7 @@ class Plan:
         matrices = [Matrices(x, matrix_view(x.shape, AXES), spec) for x, spec in given]
         self.exchanges = plan_exchanges(SOLVER, matrices, mesh)
         # In the order in which a device iterates them.
-        self.stacks = [of.stack for each in self.exchanges for of in each.contents]
+        self.stacks = [owned for each in self.exchanges for owned in each.stacks]
 
     def coordinates(self, device: int) -> dict[str, int]:
         sizes = tuple(self.mesh.values())

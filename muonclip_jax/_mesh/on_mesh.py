@@ -1,8 +1,8 @@
 """Orthogonalization by all devices of a mesh.
 
-Blocks of leaves -> parcels, each at the device that owns its matrices -> iterated there
--> blocks. It takes two exchanges for all matrices that are not shared out evenly, and
-two for each stack of the others.
+Blocks of leaves -> stacks and parcels, each at the device that owns its matrices ->
+iterated there -> blocks. It takes two exchanges for all matrices that are not shared
+out evenly, and two for each stack of the others.
 """
 
 import dataclasses
@@ -21,8 +21,17 @@ from .._layout.shardings import along, blocks_along, but_along
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import Matrices, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
-from .owners import Cut, cut_of, groups_of, local_view, share_out, Work
-from .parcels import OwnedStack, Parcels
+from .owners import (
+    Cut,
+    cut_of,
+    groups_of,
+    local_view,
+    OwnedStack,
+    share_out,
+    Work,
+)
+from .parcels import Parcels
+from .stack_exchange import StackExchange
 
 
 #: A leaf with at least this many entries per device gets an exchange of its own. Small
@@ -35,6 +44,9 @@ LARGE_SHARE = 2**24
 #: are sent together. The exchanges of others overlap with work on what has arrived: all
 #: in one would expose those of Kimi K2, with 1.8 times the temporaries.
 MOST_PADDING = 1.1
+
+#: What sends some stacks to their owners and back.
+Exchange = Parcels | StackExchange
 
 
 def orthogonalize_on_mesh(
@@ -146,25 +158,25 @@ def share_among_devices(
     # costs alone, in an order that no hash decides.
     pieces, unite = divide(leaves)
     plan, arrived = plan_exchanges(solver, pieces, mesh, slow), []
-    for parcels in plan:
+    for exchange in plan:
         # What is iterated in half precision is sent in it, which halves the traffic.
-        stacks = [of.stack.stack for of in parcels.contents]
-        arrived.append(parcels.arrive([x.gather(parcels.dtype) for x in stacks]))
-    # Where devices have different numbers of matrices, iteration starts once all has
-    # arrived, and returns start once all is done. Work is balanced over all stacks
-    # together: exchanges in between would make every device wait for the slowest of
-    # each parcel.
+        stacks = [owned.stack for owned in exchange.stacks]
+        arrived.append(exchange.arrive([x.gather(exchange.dtype) for x in stacks]))
+    # Where devices have different numbers of matrices, returns start once all are done,
+    # and iteration starts once all has arrived, but for the first exchange's, which
+    # hides how the others arrive. Work is balanced over all stacks together: exchanges
+    # in between would make every device wait for the slowest of each.
     # What is repeated along slow axes does not wait for what differs along them: types
     # would have it differ, too.
-    late = [None if parcels.is_even else parcels.repeated for parcels in plan]
-    iterated = [
-        parcels.iterate(x)
-        for parcels, x in zip(plan, together(arrived, late), strict=True)
-    ]
+    late = [None if exchange.is_even else exchange.repeated for exchange in plan]
+    ready = together(arrived, late)
+    for way in {*late}:
+        ready[late.index(way)] = arrived[late.index(way)]
+    iterated = [exchange.iterate(x) for exchange, x in zip(plan, ready, strict=True)]
     results: list[Any] = list(pieces)
-    for parcels, x in zip(plan, together(iterated, late), strict=True):
-        for of, blocks in zip(parcels.contents, parcels.depart(x), strict=True):
-            of.stack.stack.scatter(blocks, results)
+    for exchange, x in zip(plan, together(iterated, late), strict=True):
+        for owned, blocks in zip(exchange.stacks, exchange.depart(x), strict=True):
+            owned.stack.scatter(blocks, results)
     return unite([*map(_stored, results)])
 
 
@@ -185,17 +197,20 @@ def plan_exchanges(
     leaves: Sequence[Matrices],
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
-) -> list[Parcels]:
+) -> list[Exchange]:
     """Which matrices are sent together, and who iterates them; alike on all devices."""
-    exchanges: dict[Any, list[OwnedStack]] = {}
-    for stack in _owned_stacks(solver, leaves, mesh, slow):
-        cut = stack.cut
-        dtype = solver.wire_dtype(stack.stack.dtype)
+    stacks: dict[Any, list[OwnedStack]] = {}
+    for owned in _owned_stacks(solver, leaves, mesh, slow):
+        cut = owned.cut
+        dtype = solver.wire_dtype(owned.stack.dtype)
         key: Any = cut.replicated, cut.sharded, cut.repeated, dtype
-        if not cut.members or stack.padding <= MOST_PADDING:
-            key = stack.name
-        exchanges.setdefault(key, []).append(stack)
-    return [Parcels(solver, stacks, mesh) for stacks in exchanges.values()]
+        if not cut.members or owned.padding <= MOST_PADDING:
+            key = owned.name
+        stacks.setdefault(key, []).append(owned)
+    # A parcel of one stack alone would be as large for every owner as its slots.
+    parcels = [Parcels(solver, x, mesh) for x in stacks.values() if len(x) > 1]
+    alone = [StackExchange(solver, x[0], mesh) for x in stacks.values() if len(x) == 1]
+    return [*parcels, *alone]
 
 
 def _owned_stacks(

@@ -9,11 +9,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._layout.shardings import blocks_along, mesh_axes
-from .._matrices.stacks import MatrixView
+from .._matrices.stacks import MatrixView, Stack
 
 
 class Cut(NamedTuple):
@@ -41,6 +42,33 @@ class Cut(NamedTuple):
     def members(self) -> tuple[str, ...]:
         """The axes along which devices share out the matrices."""
         return self.replicated + self.sharded
+
+
+class OwnedStack(NamedTuple):
+    """Matrices that a mesh cuts alike, and how many each device has.
+
+    The parts of the stack are what one device holds: blocks.
+    """
+
+    name: str  # by which benchmarks know its loop
+    stack: Stack
+    cut: Cut
+    counts: np.ndarray  # of each member
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that a device holds of a matrix."""
+        return self.stack.parts[0][1].view.matrix_shape
+
+    @property
+    def padding(self) -> float:
+        """What an exchange of its own would send, over the least."""
+        return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every owner has as many."""
+        return bool((self.counts == self.counts[0]).all())
 
 
 def cut_of(
@@ -95,6 +123,44 @@ def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
     apart = cut.batch + cut.repeated
     order = [names.index(name) for name in apart + cut.members]
     return numbers.transpose(order).reshape(math.prod(mesh[x] for x in apart), -1)
+
+
+def exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sends `x[i]` to device `i` along the axes, and has what each sent here."""
+    return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
+
+
+def joined(blocks: jax.Array, owned: OwnedStack, mesh: Mapping[Any, int]) -> jax.Array:
+    """Blocks from all devices `(devices, count, *block)` as `(count, *matrix)`."""
+    shape, order = _factors(blocks.shape[1], owned.cut, mesh)
+    ordered = [n for _, n in sorted(zip(order, shape, strict=True))]
+    return blocks.reshape(ordered).transpose(order).reshape(-1, *owned.cut.shape)
+
+
+def parted(
+    matrices: jax.Array, owned: OwnedStack, mesh: Mapping[Any, int]
+) -> jax.Array:
+    """The inverse of `joined`."""
+    shape, order = _factors(len(matrices), owned.cut, mesh)
+    x = matrices.reshape(shape).transpose(np.argsort(order))
+    return x.reshape(-1, len(matrices), *owned.block)
+
+
+def _factors(
+    count: int, cut: Cut, mesh: Mapping[Any, int]
+) -> tuple[list[int], list[int]]:
+    """The axes of `(count, *matrix)` as factors, and the place of each in blocks.
+
+    Side by side the devices along a factor and its block are it. In blocks devices
+    come first, in the order of the mesh, and then the matrices.
+    """
+    n = len(cut.sharded)
+    shape, order = [count], [n]
+    for i, (size, names) in enumerate(cut.factors):
+        peers = [mesh[name] for name in names]
+        shape += [*peers, size // math.prod(peers)]
+        order += [*map(cut.sharded.index, names), n + 1 + i]
+    return shape, order
 
 
 class Work(NamedTuple):

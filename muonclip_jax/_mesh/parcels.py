@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes import gather_everywhere
-from .._matrices.stacks import Stack
 from .._newton_schulz.solver import Solver
-from .owners import Cut
+from .owners import exchanged, joined, OwnedStack, parted
 
 
 #: What a TPU stores side by side: blocks that it divides are moved without a copy.
@@ -29,33 +28,10 @@ TILE = (8, 128)
 #: each takes a number in the program.
 MOST_UNITS = 2**12
 
-#: The most owners whose parcels of one stack are copied run by run: slices of known
-#: bounds, where the compiler for TPU makes of a gather of large blocks loops that take
-#: 24 of 300 Mcycles of Kimi K2's update. It takes a slice for each owner.
-MOST_RUNS = 16
-
-
-class OwnedStack(NamedTuple):
-    """Matrices that a mesh cuts alike, and how many each device has.
-
-    The parts of the stack are what one device holds: blocks.
-    """
-
-    name: str  # by which benchmarks know its loop
-    stack: Stack
-    cut: Cut
-    counts: np.ndarray  # of each member
-
-    @property
-    def padding(self) -> float:
-        """What an exchange of its own would send, over the least."""
-        return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
-
 
 class Contents(NamedTuple):
     """Where a stack is in the parcels.
 
-    - `block`: rows and columns that a device holds of a matrix.
     - `units`: of a block.
     - `step`: the matrices that are iterated at once.
     - `first`: the unit of each owner's parcel where they begin.
@@ -63,7 +39,6 @@ class Contents(NamedTuple):
     """
 
     stack: OwnedStack
-    block: tuple[int, int]
     units: int
     step: int
     first: np.ndarray
@@ -71,7 +46,7 @@ class Contents(NamedTuple):
 
 
 class Parcels:
-    """One exchange of stacks whose matrices the same devices share out.
+    """One exchange of several stacks whose matrices the same devices share out.
 
     Arrays of a parcel are `(devices, units, *unit)`: its owner has as many units from
     each device that has blocks of them.
@@ -81,11 +56,11 @@ class Parcels:
         self, solver: Solver, stacks: Sequence[OwnedStack], mesh: Mapping[Any, int]
     ):
         cut = stacks[0].cut
-        self.solver, self.mesh = solver, mesh
+        self.solver, self.stacks, self.mesh = solver, stacks, mesh
         self.replicated, self.sharded = cut.replicated, cut.sharded
         self.repeated = cut.repeated
         self.dtype = solver.wire_dtype(stacks[0].stack.dtype)
-        blocks = [x.stack.parts[0][1].view.matrix_shape for x in stacks]
+        blocks = [x.block for x in stacks]
         self.unit = _unit_of(blocks, [x.stack.count for x in stacks])
         # Parcel by parcel the units, of all that a device has of the stacks in order,
         # and -1 for padding.
@@ -95,12 +70,10 @@ class Parcels:
             units = -(-math.prod(block) // math.prod(self.unit))
             counts = stack.counts
             most = max(1, int(counts.max()))
-            size = solver.batch_size(stack.cut.shape, in_blocks=bool(cut.sharded))
-            # Trips as even as they can be: what pads the last is iterated for nothing.
-            step = math.ceil(most / math.ceil(most / size))
+            step = solver.batch_size(stack.cut.shape, most, bool(cut.sharded))
             trips = -(-counts // step)
             first = np.array([len(row) for row in rows], np.int32)
-            self.contents.append(Contents(stack, block, units, step, first, trips))
+            self.contents.append(Contents(stack, units, step, first, trips))
             for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 stop = start + int(count) * units
                 row += range(start, stop)
@@ -113,20 +86,25 @@ class Parcels:
         index = np.full((len(rows), self.sent), -1, np.int32)
         for line, row in zip(index, rows, strict=True):
             line[: min(len(row), self.sent)] = row[: self.sent]
-        self.is_full = len(stacks) == 1 and bool((index >= 0).all())
-        #: Whether every owner has as many matrices of each stack.
-        self.is_even = all((x.counts == x.counts[0]).all() for x in stacks)
-        #: Where the only stack's units of each owner begin, and how many there are.
-        self.runs: list[tuple[int, int]] = []
-        if len(stacks) == 1 and not self.is_full and len(rows) <= MOST_RUNS:
-            sizes = stacks[0].counts * self.contents[0].units
-            stops = np.cumsum(sizes)
-            self.runs = [*zip((stops - sizes).tolist(), sizes.tolist(), strict=True)]
         # An empty unit may be any.
         self.index = np.maximum(index, 0)
         filled = np.flatnonzero(index >= 0)
         self.back = np.empty(len(filled), np.int32)
         self.back[index.reshape(-1)[filled]] = filled
+
+    @property
+    def is_even(self) -> bool:
+        return all(stack.is_even for stack in self.stacks)
+
+    @property
+    def trips(self) -> list[np.ndarray]:
+        """How often each owner iterates some matrices of each stack."""
+        return [of.trips for of in self.contents]
+
+    @property
+    def entries(self) -> int:
+        """Those that a device sends to each other."""
+        return self.sent * math.prod(self.unit)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
         """The parcel of this device, from its blocks `(count, *block)`."""
@@ -136,18 +114,8 @@ class Parcels:
         # Copies hold the same blocks, and each sends its part of the parcels alone.
         index = self.index.reshape(copies, -1)
         mine = jax.lax.axis_index(self.replicated) if self.replicated else 0
-        if not self.is_full and not self.runs:
-            x = jnp.take(x, jnp.asarray(index)[mine], axis=0)
-        else:
-            if self.runs:
-                # After the last run there is nothing to fill a parcel with.
-                x = jnp.pad(x, [(0, self.sent), *[(0, 0)] * len(self.unit)])
-                starts = (start for start, _ in self.runs)
-                x = jnp.concatenate([x[i : i + self.sent] for i in starts])
-            if self.replicated:
-                x = x.reshape(copies, -1, *self.unit)
-                x = jax.lax.dynamic_index_in_dim(x, mine, keepdims=False)
-        x = self._exchanged(x.reshape(-1, self.sent, *self.unit))
+        x = jnp.take(x, jnp.asarray(index)[mine], axis=0)
+        x = exchanged(x.reshape(-1, self.sent, *self.unit), self.sharded)
         extra = self.kept - self.sent
         return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * len(self.unit)])
 
@@ -173,30 +141,18 @@ class Parcels:
 
     def depart(self, parcel: jax.Array) -> list[jax.Array]:
         """The inverse of `arrive`: of each stack `(count, *block)`."""
-        x = self._exchanged(parcel[:, : self.sent])
+        x = exchanged(parcel[:, : self.sent], self.sharded)
         x = x.reshape(-1, *self.unit)
         if self.replicated:
             x = gather_everywhere(x, self.replicated, axis=0, tiled=True)
-        if self.runs:
-            parcels = x.reshape(-1, self.sent, *self.unit)
-            sizes = [size for _, size in self.runs]
-            x = jnp.concatenate(
-                [each[:size] for each, size in zip(parcels, sizes, strict=True)]
-            )
         found, start = [], 0
         for of in self.contents:
             stop = start + of.stack.stack.count * of.units
-            is_whole = self.is_full or self.runs
-            y = x if is_whole else jnp.take(x, self.back[start:stop], axis=0)
-            found.append(self._united(y.reshape(-1, of.units, *self.unit), of.block))
+            y = jnp.take(x, self.back[start:stop], axis=0)
+            y = y.reshape(-1, of.units, *self.unit)
+            found.append(self._united(y, of.stack.block))
             start = stop
         return found
-
-    def _exchanged(self, x: jax.Array) -> jax.Array:
-        """Sends the parcel of every device to it."""
-        if not self.sharded:
-            return x
-        return jax.lax.all_to_all(x, self.sharded, 0, 0, tiled=True)
 
     def _divided(self, x: jax.Array) -> jax.Array:
         """`(..., *block)` to `(..., units, *unit)`."""
@@ -229,31 +185,13 @@ class Parcels:
 
     def _matrices(self, x: jax.Array, of: Contents) -> jax.Array:
         """`(devices, step * units, *unit)` to `(step, *matrix)`."""
-        x = self._united(x.reshape(-1, of.units, *self.unit), of.block)
-        shape, order = self._factors(of)
-        ordered = [n for i, n in sorted(zip(order, shape, strict=True))]
-        return x.reshape(ordered).transpose(order).reshape(-1, *of.stack.cut.shape)
+        x = x.reshape(-1, of.step, of.units, *self.unit)
+        return joined(self._united(x, of.stack.block), of.stack, self.mesh)
 
     def _blocks(self, x: jax.Array, of: Contents) -> jax.Array:
         """The inverse of `_matrices`."""
-        shape, order = self._factors(of)
-        x = x.reshape(shape).transpose(np.argsort(order))
-        x = self._divided(x.reshape(-1, *of.block))
+        x = self._divided(parted(x, of.stack, self.mesh))
         return x.reshape(-1, of.step * of.units, *self.unit)
-
-    def _factors(self, of: Contents) -> tuple[list[int], list[int]]:
-        """The axes of `(step, *matrix)` as factors, and the place of each in blocks.
-
-        Side by side the devices along a factor and its block are it. In blocks devices
-        come first, in the order of the mesh, and then the matrices.
-        """
-        n = len(self.sharded)
-        shape, order = [of.step], [n]
-        for i, (size, names) in enumerate(of.stack.cut.factors):
-            peers = [self.mesh[name] for name in names]
-            shape += [*peers, size // math.prod(peers)]
-            order += [*map(self.sharded.index, names), n + 1 + i]
-        return shape, order
 
 
 def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:

@@ -89,7 +89,7 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
         if done and platform.waits:
             zero = zero_after(done[-1:]).astype(dtype)
             parts = [x + zero for x in parts]
-        if stack.count > solver.batch_size(stack.shape):
+        if stack.count > solver.batch_size(stack.shape, stack.count):
             # Batch by batch: no more matrices are prepared than are iterated.
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:

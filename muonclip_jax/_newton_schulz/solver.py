@@ -153,11 +153,9 @@ class Solver:
         of, so that there is one stack.
         """
         slots, *shape = stack.shape
-        size = self.batch_size(shape)
-        if count is None and slots <= size:
+        step = self.batch_size(shape, slots)
+        if count is None and slots <= step:
             return self.orthogonalize(stack).astype(stack.dtype)
-        # Trips as even as they can be: what pads the last is iterated for nothing.
-        step = math.ceil(slots / math.ceil(slots / size))
         results = jnp.pad(stack, [(0, -slots % step), (0, 0), (0, 0)])
 
         def replace(i: Any, results: jax.Array) -> jax.Array:
@@ -168,12 +166,16 @@ class Solver:
         trips = ((slots if count is None else count) + step - 1) // step
         return jax.lax.fori_loop(0, trips, replace, results)[:slots]
 
-    def batch_size(self, shape: Sequence[int], in_blocks: bool = False) -> int:
-        """The matrices of a shape that are iterated at once where there are enough."""
+    def batch_size(
+        self, shape: Sequence[int], count: int, in_blocks: bool = False
+    ) -> int:
+        """The matrices of a shape that are iterated at once, of so many."""
         most = self.platform.batch_entries
         if in_blocks:
             most = min(most, self.platform.block_entries)
-        return max(1, int(most // max(1, math.prod(shape))))
+        size = max(1, int(most // max(1, math.prod(shape))))
+        # Trips as even as they can be: what pads the last is iterated for nothing.
+        return math.ceil(count / math.ceil(count / size)) if count else size
 
 
 @jax.tree_util.register_static
