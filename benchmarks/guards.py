@@ -24,7 +24,7 @@ from shares import loops_of_devices
 MARGIN = 1.2
 LLAMA = "Llama-1B, FSDP 64, stacked"
 #: libtpu 0.0.50, JAX 0.12. The cycles are those of an exchange for each stack: parcels
-#: take 3.72e6, and expose 64 MB where those exposed 146, each MB 0.009e6 cycles.
+#: take 3.70e6, and expose 64 MB where those exposed 146, each MB 0.009e6 cycles.
 CYCLES, TPU_BYTES, SENT = 3.58e6, 137e6, 67e6
 #: Of the stage of Kimi K2 as 216 leaves on an H200, by their dtype.
 GPU_BYTES = {"float32": 0.9e9, "bfloat16": 0.9e9}
