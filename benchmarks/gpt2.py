@@ -34,7 +34,7 @@ def optimizers(
     shapes: Shapes,
     *,
     adam: Collection[str] = (),
-    mu_dtype: str | None = None,
+    mu_dtype: Any = None,
     **ours: Any,
 ) -> dict[str, optax.GradientTransformation]:
     """The same update by ours and optax's: coefficients, scale and weight decay.

@@ -55,6 +55,8 @@ def models(llama_layers: int) -> dict[str, Model]:
         ),
         "Mixtral-like, expert 8 x FSDP 8": mixture_of_experts(32, 8, 4096, 14336),
         "Kimi K2, expert 128 x FSDP 8": kimi_k2(),
+        "MoE, 2 layers, expert 2 x data 2 x model 2": experts_on_nodes(1),
+        "MoE, 2 layers, 8 copies of that": experts_on_nodes(8),
     }
 
 
@@ -102,6 +104,28 @@ def mixture_of_experts(layers: int, experts: int, width: int, hidden: int) -> Mo
         {"expert": 8, "fsdp": 8},
         topology="v5p:4x4x4",
     )
+
+
+def experts_on_nodes(nodes: int) -> Model:
+    """Experts (experts, width, hidden) over three axes of a node of 8, as in MaxText.
+
+    Each node has a copy; between nodes links are slow.
+    """
+    width, hidden, cut = 4096, 14336, P("expert", "data", "model")
+    dense = llama(width, width // 4, hidden)
+    experts = {name: (8, *dense.pop(name)) for name in ("gate", "up", "down")}
+    shapes: Shapes = {
+        f"{name}{i}": shape
+        for i in range(2)
+        for name, shape in (dense | experts).items()
+    }
+    specs = {
+        name: cut if len(shape) > 2 else P("data", "model")
+        for name, shape in shapes.items()
+    }
+    mesh = {"node": nodes, "expert": 2, "data": 2, "model": 2}
+    topology = "v5p:2x2x2" if nodes == 1 else "v5p:4x4x4"
+    return Model(shapes, specs, mesh, topology)
 
 
 def kimi_k2() -> Model:

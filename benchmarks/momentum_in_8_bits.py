@@ -55,7 +55,7 @@ def write_bytes(report: Report) -> None:
         table.add(name, *(held(shapes, numbers, dtype) for dtype in DTYPES))
 
 
-def held(shapes: gpt2.Shapes, numbers: MuonDimensionNumbers, dtype: str) -> float:
+def held(shapes: gpt2.Shapes, numbers: MuonDimensionNumbers, dtype: Any) -> float:
     params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
     tx = mc.scale_by_muon(mu_dtype=dtype, dimension_numbers=numbers)
     state = jax.tree.leaves(jax.eval_shape(tx.init, params))

@@ -5,16 +5,17 @@ then runs as often as a table says, which the text of a compiled program leaves 
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from internals import (
+    Exchange,
     groups_of,
     Matrices,
     matrix_view,
     plan_exchanges,
-    SharedStack,
     solver,
 )
 from models import Model
@@ -27,13 +28,12 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
     They are the loops of stacks of which devices own different numbers.
     """
     trips = {}
-    for i, (stack, cut, share) in enumerate(_plan(model, platform)):
-        if not share.is_full:
-            counts = np.empty(math.prod(model.mesh.values()), int)
-            counts[groups_of(cut, model.mesh)] = share.counts
-            most = solver(platform).batch_size(stack.shape)
-            step = math.ceil(share.slots / math.ceil(share.slots / most))
-            trips[f"stack{i}"] = -(-counts // step)
+    for exchange in _plan(model, platform):
+        for owned, of_owners in zip(exchange.stacks, exchange.trips, strict=True):
+            if (of_owners != of_owners[0]).any():
+                each = np.empty(math.prod(model.mesh.values()), int)
+                each[groups_of(owned.cut, model.mesh)] = of_owners
+                trips[owned.name] = each
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
@@ -41,15 +41,57 @@ def loops_of_devices(model: Model, platform: str) -> list[dict[str, int]]:
 def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, cut, share in _plan(model, platform):
-        one = solver(platform).cost(stack.shape, stack.dtype)
-        groups = len(groups_of(cut, model.mesh))
-        flops += 2.0 * one * groups * int(share.counts.sum())
+    for exchange in _plan(model, platform):
+        for _, stack, cut, counts in exchange.stacks:
+            one = solver(platform).cost(stack.shape, stack.dtype)
+            groups = len(groups_of(cut, model.mesh))
+            flops += 2.0 * one * groups * int(counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
-def _plan(model: Model, platform: str) -> list[SharedStack]:
-    return plan_exchanges(solver(platform), _leaves(model), model.mesh)
+class Sent(NamedTuple):
+    """What a device sends in an update, as it is planned, and has to send.
+
+    Bytes are counted as `hlo_costs` does: the larger of what goes into a collective and
+    what comes out of it.
+    """
+
+    exchanges: int  # there, and as many back
+    bytes: int
+    least: float
+
+
+def sent(model: Model, platform: str, slow_axes: tuple[str, ...] = ()) -> Sent:
+    """Of our update.
+
+    The least is what every matrix needs that goes whole to one device, and back. Every
+    entry that a device holds goes to the owner and comes back. Of copies each sends and
+    gets its part of these, and from the others what they get.
+    """
+    bytes_sent, least, exchanges = 0, 0.0, 0
+    for exchange in _plan(model, platform, slow_axes):
+        copies, peers = (
+            math.prod(model.mesh[axis] for axis in axes)
+            for axes in (exchange.replicated, exchange.sharded)
+        )
+        parcel = exchange.entries * exchange.dtype.itemsize
+        held = exchange.dtype.itemsize * sum(
+            owned.stack.count * math.prod(owned.block) for owned in exchange.stacks
+        )
+        if exchange.sharded:
+            bytes_sent += 2 * parcel * peers
+            least += 2 * held / copies
+        if exchange.replicated:
+            bytes_sent += parcel * peers * copies
+            least += held
+        exchanges += bool(exchange.sharded or exchange.replicated)
+    return Sent(exchanges, bytes_sent, least)
+
+
+def _plan(
+    model: Model, platform: str, slow_axes: tuple[str, ...] = ()
+) -> list[Exchange]:
+    return plan_exchanges(solver(platform), _leaves(model), model.mesh, slow_axes)
 
 
 def _leaves(model: Model) -> list[Matrices]:

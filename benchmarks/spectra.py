@@ -42,7 +42,7 @@ SINGULAR_VALUES = {
     "rank 1": np.ones(1),
     "rank 10": np.ones(10),
 }
-FORMS: Sequence[tuple[Any, str]] = (
+FORMS: Sequence[tuple[Any, Any]] = (
     ("standard", "float32"),
     ("gram", "float32"),
     ("standard", "bfloat16"),
@@ -132,7 +132,7 @@ def training(steps: int, block: int) -> Iterator[dict[str, jax.Array]]:
         yield {"query": query, "up": gradients["up"], "down": gradients["down"]}
 
 
-def relative_errors(x: np.ndarray, preset: str) -> list[float]:
+def relative_errors(x: np.ndarray, preset: Any) -> list[float]:
     """The relative error of each form, in the Frobenius norm."""
     case = Case(x, preset)
     outputs = (

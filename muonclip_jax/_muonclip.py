@@ -50,6 +50,7 @@ def muonclip(
     neuron_b2: float | jax.Array | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    slow_axes: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2 (arXiv:2507.20534): [`muon`][], then [`qk_clip`][].
 
@@ -111,6 +112,7 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
+            slow_axes=slow_axes,
             dimension_numbers=rules,
             per_head=per_head,
         ),

@@ -18,19 +18,17 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._matrices.stacks import Matrices, matrix_view, MatrixView
-from muonclip_jax._mesh.exchange import (
+from muonclip_jax._mesh.by_constraint import share_in_a_row
+from muonclip_jax._mesh.on_mesh import Exchange, orthogonalize_on_mesh, plan_exchanges
+from muonclip_jax._mesh.owners import (
     Cut,
     cut_of,
     groups_of,
-    MOST_SLOTS,
-    share_in_a_row,
+    OwnedStack,
     share_out,
+    Work,
 )
-from muonclip_jax._mesh.on_mesh import (
-    orthogonalize_on_mesh,
-    plan_exchanges,
-    SharedStack,
-)
+from muonclip_jax._mesh.parcels import Parcels
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device

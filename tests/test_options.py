@@ -63,6 +63,7 @@ VALUES = {
     "per_head": True,
     "shardings": SPECS,
     "axis_name": "data",
+    "slow_axes": "slice",
 }
 RATE = 0.5
 

@@ -229,7 +229,7 @@ ARGUMENTS = {
 #: Arguments that are no options: trees, checked below or by their own tests.
 ELSEWHERE = {
     # Layouts on a mesh: tests/mesh.
-    *("shardings", "axis_name", "repeat_axes"),
+    *("shardings", "axis_name", "slow_axes", "repeat_axes"),
     # A function, and what it takes: tests/reading.
     *("fun", "args", "kwargs", "of", "maxima"),
     # Trees: rows below, and tests/model.

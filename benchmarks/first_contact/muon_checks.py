@@ -94,7 +94,7 @@ def golden_checks() -> Checks:
     }
 
 
-def against_torch(scale: str, momentum: str, dtype: str) -> Compared:
+def against_torch(scale: str, momentum: str, dtype: Any) -> Compared:
     """Each of five steps adds a direction whose entries may be off by 4 units."""
     recorded = np.load(GOLDENS / f"torch_muon_{scale}_{momentum}.npz")
     matches = scale == "match_rms_adamw"

@@ -12,7 +12,7 @@ import numpy as np
 
 
 #: Stated here again, for a check is no check if it reads what it checks.
-DTYPES = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
+DTYPES: dict[str, Any] = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 _SUMS = {"float32": 8}
 
 

@@ -161,7 +161,7 @@ def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:
     """The collectives before and after the iteration, a line for each kind."""
     there: dict[str, list[str]] = {}
     back: dict[str, list[str]] = {}
-    for stack, cut, _ in plan.stacks:
+    for _, stack, cut, _ in plan.stacks:
         names = " and ".join(plan.leaves[i].name for i, _ in stack.parts)
         if cut.sharded:
             kind = f"all-to-all over {' and '.join(cut.sharded)}"

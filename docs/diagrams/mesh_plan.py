@@ -10,8 +10,8 @@ from internals import (
     groups_of,
     Matrices,
     matrix_view,
+    OwnedStack,
     plan_exchanges,
-    SharedStack,
     solver,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -52,7 +52,9 @@ class Plan:
             (jax.ShapeDtypeStruct(leaf.shape, "float32"), leaf.spec) for leaf in leaves
         )
         matrices = [Matrices(x, matrix_view(x.shape, AXES), spec) for x, spec in given]
-        self.stacks = plan_exchanges(SOLVER, matrices, mesh)
+        self.exchanges = plan_exchanges(SOLVER, matrices, mesh)
+        # In the order in which a device iterates them.
+        self.stacks = [owned for each in self.exchanges for owned in each.stacks]
 
     def coordinates(self, device: int) -> dict[str, int]:
         sizes = tuple(self.mesh.values())
@@ -88,13 +90,13 @@ class Plan:
         )
         return [Block(Matrix(leaf.name, i), rows, columns) for i in range(*numbers)]
 
-    def _owned(self, shared: SharedStack, device: int) -> list[Matrix]:
-        stack, cut, share = shared
-        ((_, member),) = np.argwhere(groups_of(cut, self.mesh) == device)
+    def _owned(self, owned: OwnedStack, device: int) -> list[Matrix]:
+        groups, counts = groups_of(owned.cut, self.mesh), owned.counts
+        ((_, member),) = np.argwhere(groups == device)
         here = list(
             itertools.chain.from_iterable(
-                self._held(self.leaves[i], device) for i, _ in stack.parts
+                self._held(self.leaves[i], device) for i, _ in owned.stack.parts
             )
         )
-        first, count = int(share.counts[:member].sum()), int(share.counts[member])
+        first, count = int(counts[:member].sum()), int(counts[member])
         return [block.matrix for block in here[first : first + count]]

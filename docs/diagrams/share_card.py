@@ -20,7 +20,7 @@ def share_card() -> Card:
         y = TOP + device * ROW
         card.text(24, y + 14, f"device {device}", anchor="start", bold=True)
         _draw_share(card, plan, device, y, WIDE / longest)
-    _draw_exchanges(card, len(plan.stacks))
+    _draw_exchanges(card, len(plan.exchanges))
     _draw_legend(card, plan)
     return card
 
@@ -32,17 +32,17 @@ def _draw_share(card: Card, plan: Plan, device: int, y: float, unit: float) -> N
         x += cost * unit
 
 
-def _draw_exchanges(card: Card, stacks: int) -> None:
+def _draw_exchanges(card: Card, count: int) -> None:
     for x in (LEFT, LEFT + EXCHANGE + WIDE + 8):
         card.box(x, TOP - 4, EXCHANGE - 8, 4 * ROW - 4, fill=PALE)
         middle = x + EXCHANGE / 2 - 4
-        card.text(middle, TOP + 2 * ROW - 14, f"{stacks} all-", color=GRAY)
+        card.text(middle, TOP + 2 * ROW - 14, f"{count} all-", color=GRAY)
         card.text(middle, TOP + 2 * ROW + 2, "to-all", color=GRAY)
 
 
 def _draw_legend(card: Card, plan: Plan) -> None:
     x, y = LEFT + EXCHANGE, TOP + 4 * ROW + 14
-    for i, (stack, *_) in enumerate(plan.stacks):
+    for i, (_, stack, *_) in enumerate(plan.stacks):
         m, n = stack.shape
         card.mark(x, y, 12, 12, COLORS[i])
         words = f"{stack.count} of {m} x {n}"

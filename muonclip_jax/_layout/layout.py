@@ -51,11 +51,14 @@ class Place(NamedTuple):
     - "mesh": sharded on a `mesh` as their specs say.
     - "manual": blocks, which the mapped `axes` cut as their specs say.
     - "unknown": sharded on a `mesh`, as the compiler alone knows.
+
+    Along the `slow` axes those that hold copies do not share the work on them.
     """
 
     kind: Literal["one device", "mesh", "manual", "unknown"]
     mesh: Any = None
     axes: AxisNames = ()
+    slow: AxisNames = ()
 
 
 class Layout(NamedTuple):
@@ -115,22 +118,34 @@ class Layout(NamedTuple):
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
         return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
 
-    def places(self, leaves: Sequence[Leaf]) -> list[tuple[Place, dict[int, Matrices]]]:
-        """Groups leaves that have a view by where they are; by their index."""
+    def places(
+        self, leaves: Sequence[Leaf], slow: AxisNames = ()
+    ) -> list[tuple[Place, dict[int, Matrices]]]:
+        """Groups leaves that have a view by where they are; by their index.
+
+        **Raises:** `ValueError` for `slow` axes that devices have not.
+        """
         if not any(leaf.view for leaf in leaves):
             return []
         # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
         # is set around: the mapped axes alone say what others hold.
         axes = self.shared_axes
         mesh, leaves = (None, leaves) if axes else self.on_mesh(leaves)
+        known = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
+        if known and (absent := [axis for axis in slow if axis not in known]):
+            raise ValueError(
+                f"slow_axes names axes that are none here: {absent}; there are "
+                f"{sorted(map(str, known))}"
+            )
         found: dict[Place, dict[int, Matrices]] = {}
         for i, leaf in enumerate(leaves):
             spec, place = leaf.spec, Place("one device")
             if axes:
-                spec, place = leaf.cut, Place("manual", axes=axes)
+                spec, place = leaf.cut, Place("manual", axes=axes, slow=slow)
             # The program without a mesh is shorter.
             elif mesh is not None and mesh.size > 1:
-                place = Place("unknown" if spec is None else "mesh", mesh)
+                kind = "unknown" if spec is None else "mesh"
+                place = Place(kind, mesh, slow=slow)
             if leaf.view:
                 matrices = Matrices(leaf.array, leaf.view, spec or PartitionSpec())
                 found.setdefault(place, {})[i] = matrices
@@ -222,7 +237,7 @@ def read_layout(
     return Layout(tree, tuple(leaves), axis_names(axis_name))
 
 
-def axis_names(axis_name: Any) -> AxisNames:
+def axis_names(axis_name: Any, argument: str = "axis_name") -> AxisNames:
     """One name, several or none.
 
     **Raises:** `ValueError` for what is no name of an axis.
@@ -232,7 +247,9 @@ def axis_names(axis_name: Any) -> AxisNames:
     names = tuple(axis_name) if isinstance(axis_name, list | tuple) else (axis_name,)
     # JAX takes an integer for an axis of the array.
     if any(isinstance(x, int) or not isinstance(x, Hashable) for x in names):
-        raise ValueError(f"axis_name must be a name or a tuple of names: {axis_name!r}")
+        raise ValueError(
+            f"{argument} must be a name or a tuple of names: {axis_name!r}"
+        )
     return names
 
 

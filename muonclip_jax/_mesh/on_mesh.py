@@ -1,13 +1,14 @@
 """Orthogonalization by all devices of a mesh.
 
-Blocks of leaves -> whole matrices, each at the device that owns it -> iterated there ->
-blocks. Each stack needs two exchanges.
+Blocks of leaves -> stacks and parcels, each at the device that owns its matrices ->
+iterated there -> blocks. It takes two exchanges for all matrices that are not shared
+out evenly, and two for each stack of the others.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,17 @@ from .._layout.shardings import along, blocks_along, but_along
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import Matrices, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
-from .exchange import (
+from .owners import (
     Cut,
     cut_of,
     groups_of,
     local_view,
+    OwnedStack,
     share_out,
-    Slots,
-    to_blocks,
-    to_owners,
+    Work,
 )
+from .parcels import Parcels
+from .stack_exchange import StackExchange
 
 
 #: A leaf with at least this many entries per device gets an exchange of its own. Small
@@ -38,16 +40,20 @@ from .exchange import (
 LARGE_SHARE = 2**24
 
 
-class SharedStack(NamedTuple):
-    """Matrices that the mesh cuts alike; the parts are a device's blocks."""
+#: Stacks of which an exchange of their own would send more than this, over the least,
+#: are sent together. The exchanges of others overlap with work on what has arrived: all
+#: in one would expose those of Kimi K2, with 1.8 times the temporaries.
+MOST_PADDING = 1.1
 
-    stack: Stack
-    cut: Cut
-    share: Slots
+#: What sends some stacks to their owners and back.
+Exchange = Parcels | StackExchange
 
 
 def orthogonalize_on_mesh(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mesh | AbstractMesh
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mesh | AbstractMesh,
+    slow: AxisNames = (),
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that their specs shard on `mesh`, and leaves them so."""
     aligned = []
@@ -70,7 +76,7 @@ def orthogonalize_on_mesh(
                 "and devices along that axis cannot share Muon's work: map over an "
                 "axis that is not sharded, or use jax.shard_map"
             ) from error
-        return share_among_devices(solver, leaves, mesh.shape)
+        return share_among_devices(solver, leaves, mesh.shape, slow)
 
     results = jax.shard_map(
         on_device,
@@ -115,7 +121,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
 
 
 def orthogonalize_by_replicas(
-    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames
+    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames, slow: AxisNames = ()
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
@@ -125,19 +131,24 @@ def orthogonalize_by_replicas(
     sizes = {name: jax.lax.axis_size(name) for name in axes}
     # What the loop over a share iterates differs from device to device, while the
     # leaves are the same on all: types have to know before they meet. Along an axis of
-    # one device nothing differs, and no gather would take it back.
+    # one device, and along a slow one, nothing differs, and no gather would take it
+    # back.
     several = tuple(name for name in axes if sizes[name] > 1)
-    if several and is_checked(several):
-        leaves = [leaf.of(varying(leaf.array, several)) for leaf in leaves]
+    shared = tuple(name for name in several if name not in slow)
+    if shared and is_checked(shared):
+        leaves = [leaf.of(varying(leaf.array, shared)) for leaf in leaves]
     return on_whole_blocks(
-        lambda whole: share_among_devices(solver, whole, sizes),
+        lambda whole: share_among_devices(solver, whole, sizes, slow),
         leaves,
         kept=lambda leaf: along(several, _aligned(leaf, sizes)),
     )
 
 
 def share_among_devices(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[Any, int]
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames = (),
 ) -> list[jax.Array]:
     """The work of one device: from its blocks of all leaves to the same, orthogonal.
 
@@ -146,19 +157,26 @@ def share_among_devices(
     # Every process makes the same plan by itself: it follows from shapes, specs and
     # costs alone, in an order that no hash decides.
     pieces, unite = divide(leaves)
-    plan, arrived = plan_exchanges(solver, pieces, mesh), []
-    for stack, cut, share in plan:
+    plan, arrived = plan_exchanges(solver, pieces, mesh, slow), []
+    for exchange in plan:
         # What is iterated in half precision is sent in it, which halves the traffic.
-        blocks = jnp.concatenate(stack.gather(solver.wire_dtype(stack.dtype)))
-        whole = to_owners(blocks, cut, share)
-        member = jax.lax.axis_index(cut.members) if cut.members else 0
-        arrived.append((whole, share.count_at(member)))
-    iterated = iterate_share(solver, arrived)
+        stacks = [owned.stack for owned in exchange.stacks]
+        arrived.append(exchange.arrive([x.gather(exchange.dtype) for x in stacks]))
+    # Where devices have different numbers of matrices, returns start once all are done,
+    # and iteration starts once all has arrived, but for the first exchange's, which
+    # hides how the others arrive. Work is balanced over all stacks together: exchanges
+    # in between would make every device wait for the slowest of each.
+    # What is repeated along slow axes does not wait for what differs along them: types
+    # would have it differ, too.
+    late = [None if exchange.is_even else exchange.repeated for exchange in plan]
+    ready = together(arrived, late)
+    for way in {*late}:
+        ready[late.index(way)] = arrived[late.index(way)]
+    iterated = [exchange.iterate(x) for exchange, x in zip(plan, ready, strict=True)]
     results: list[Any] = list(pieces)
-    for (stack, cut, share), matrices in zip(plan, iterated, strict=True):
-        blocks = to_blocks(matrices, cut, share)
-        _, block = stack.parts[0]
-        stack.scatter(blocks.reshape(-1, *block.view.matrix_shape), results)
+    for exchange, x in zip(plan, together(iterated, late), strict=True):
+        for owned, blocks in zip(exchange.stacks, exchange.depart(x), strict=True):
+            owned.stack.scatter(blocks, results)
     return unite([*map(_stored, results)])
 
 
@@ -175,16 +193,39 @@ def _stored(leaf: jax.Array) -> jax.Array:
 
 
 def plan_exchanges(
-    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[str, int]
-) -> list[SharedStack]:
-    """Matrices that share a stack, and who iterates them; the same on all devices."""
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames = (),
+) -> list[Exchange]:
+    """Which matrices are sent together, and who iterates them; alike on all devices."""
+    stacks: dict[Any, list[OwnedStack]] = {}
+    for owned in _owned_stacks(solver, leaves, mesh, slow):
+        cut = owned.cut
+        dtype = solver.wire_dtype(owned.stack.dtype)
+        key: Any = cut.replicated, cut.sharded, cut.repeated, dtype
+        if not cut.members or owned.padding <= MOST_PADDING:
+            key = owned.name
+        stacks.setdefault(key, []).append(owned)
+    # A parcel of one stack alone would be as large for every owner as its slots.
+    parcels = [Parcels(solver, x, mesh) for x in stacks.values() if len(x) > 1]
+    alone = [StackExchange(solver, x[0], mesh) for x in stacks.values() if len(x) == 1]
+    return [*parcels, *alone]
+
+
+def _owned_stacks(
+    solver: Solver,
+    leaves: Sequence[Matrices],
+    mesh: Mapping[Any, int],
+    slow: AxisNames,
+) -> list[OwnedStack]:
     groups: dict[tuple[Cut, jnp.dtype, int | None], list[Part]] = {}
     for i, leaf in enumerate(leaves):
         view, spec = leaf.view, leaf.spec
-        cut = cut_of(view, spec, mesh)
+        cut = cut_of(view, spec, mesh, slow)
         if not cut.sharded and solver.commutes_with_transposition:
             view = view.wide  # a device has all of a matrix, and to turn it is free
-            cut = cut_of(view, spec, mesh)
+            cut = cut_of(view, spec, mesh, slow)
         own = local_view(view, spec, mesh)
         share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
@@ -196,39 +237,34 @@ def plan_exchanges(
         for i in range(0, len(parts), MOST_LEAVES)
     ]
     work = [
-        (stack.count, solver.cost(stack.shape, stack.dtype), groups_of(cut, mesh))
+        Work(
+            stack.count,
+            solver.cost(stack.shape, stack.dtype),
+            math.prod(stack.shape),
+            groups_of(cut, mesh),
+        )
         for stack, cut in stacks
     ]
     shares = share_out(work, math.prod(mesh.values()))
-    return [SharedStack(*x, share) for x, share in zip(stacks, shares, strict=True)]
+    return [
+        OwnedStack(f"stack{i}", stack, cut, counts)
+        for i, ((stack, cut), counts) in enumerate(zip(stacks, shares, strict=True))
+    ]
 
 
-#: The matrices of a stack that one device iterates: the first so many, or all.
-Counted = tuple[jax.Array, jax.Array | None]
+def together(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
+    """Makes arrays that are late in the same way available only once all of them are.
 
-
-def iterate_share(solver: Solver, stacks: Sequence[Counted]) -> list[jax.Array]:
-    """The matrices of each stack that one device iterates: the first `count`, or all.
-
-    Where devices have different numbers of matrices, iteration starts once all stacks
-    have arrived, and returns start once all are done. Work is balanced over all stacks
-    together: exchanges in between would make every device wait for the slowest of each
-    stack.
+    `None` is not late.
     """
-    iterated = []
-    for i, (stack, count) in enumerate(_together(stacks)):
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{i}"):
-            iterated.append((solver.orthogonalize_all(stack, count), count))
-    return [x for x, _ in _together(iterated)]
-
-
-def _together(stacks: Sequence[Counted]) -> list[Counted]:
-    """Makes stacks with a count available only once all of them are."""
-    # Only stacks with a count wait: of the others every device has as many, and none is
-    # late.
-    zero = zero_after([x for x, count in stacks if count is not None])
-    return [(x if n is None else _wait_for(zero, x), n) for x, n in stacks]
+    found = [*arrays]
+    for way in dict.fromkeys(x for x in late if x is not None):
+        waiting = [i for i, x in enumerate(late) if x == way]
+        if len(waiting) > 1:
+            zero = zero_after([arrays[i] for i in waiting])
+            for i in waiting:
+                found[i] = _wait_for(zero, arrays[i])
+    return found
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:

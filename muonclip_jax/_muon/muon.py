@@ -54,6 +54,7 @@ def muon(
     neuron_b2: float | jax.Array | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    slow_axes: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
 
@@ -93,6 +94,7 @@ def muon(
         (NorMuon); `None` leaves that out.
     - `shardings`: how a mesh shards the params.
     - `axis_name`: the mapped axis, or axes, that divide the batch.
+    - `slow_axes`: the axis of a mesh, or axes, along which copies repeat the work.
 
     [`scale_by_muon`][] has more about its arguments.
 
@@ -139,7 +141,9 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
+    direction = make_direction(
+        beta, nesterov, orthogonalizer, consistent_rms, mu_dtype, slow_axes
+    )
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if direction.momentum.dtype == jnp.int8 else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.

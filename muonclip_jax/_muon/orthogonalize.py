@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes import explicit_spec, on_automatic_axes, on_whole_leaves
-from .._layout.layout import Layout, on_whole_blocks, Place
+from .._layout.layout import AxisNames, Layout, on_whole_blocks, Place
 from .._layout.shardings import Leaf
 from .._matrices.pieces import divide
 from .._matrices.stacks import Matrices, plan_stacks, zero_after
@@ -20,17 +20,20 @@ from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
 from .._newton_schulz.solver import Solver
 
 
-def orthogonalize(solver: Solver, leaves: Sequence[Leaf], layout: Layout) -> list[Leaf]:
+def orthogonalize(
+    solver: Solver, leaves: Sequence[Leaf], layout: Layout, slow: AxisNames = ()
+) -> list[Leaf]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
     Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
     devices share the work, and so do replicas along mapped axes and devices that hold
-    blocks of leaves inside `jax.shard_map`. Results are float32 or wider.
+    blocks of leaves inside `jax.shard_map`, but along `slow` axes all that have copies
+    do it. Results are float32 or wider.
     """
     # One program for each place, compiled under `jit` of its own: an eager update, and
     # the same leaves in another transformation, find it again.
     results = list(leaves)
-    for place, chosen in layout.places(leaves):
+    for place, chosen in layout.places(leaves, slow):
         found = _at_one_place(solver, [*chosen.values()], place)
         for i, x in zip(chosen, found, strict=True):
             results[i] = leaves[i]._replace(array=x)
@@ -54,14 +57,15 @@ def _at_one_place(
 
     def together(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
         if place.kind == "mesh":
-            # Blocks are sent to the owners of matrices by a plan, in two exchanges a
-            # stack.
-            return orthogonalize_on_mesh(solver, leaves, place.mesh)
+            # Blocks are sent to the owners of matrices by a plan.
+            return orthogonalize_on_mesh(solver, leaves, place.mesh, place.slow)
         if place.kind == "unknown":
             # Only the compiler knows where blocks are, so it has to send them.
-            return orthogonalize_by_constraint(solver, leaves, place.mesh)
+            return orthogonalize_by_constraint(solver, leaves, place.mesh, place.slow)
         # Devices of mapped axes are replicas, or hold blocks.
-        by_replicas = functools.partial(orthogonalize_by_replicas, axes=place.axes)
+        by_replicas = functools.partial(
+            orthogonalize_by_replicas, axes=place.axes, slow=place.slow
+        )
         specs = [explicit_spec(leaf.array) for leaf in leaves]
         return on_automatic_axes(by_replicas, solver, leaves, results=specs)
 
@@ -87,7 +91,7 @@ def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]
         if done and platform.waits:
             zero = zero_after(done[-1:]).astype(dtype)
             parts = [x + zero for x in parts]
-        if stack.count > solver.batch_size(stack.shape):
+        if stack.count > solver.batch_size(stack.shape, stack.count):
             # Batch by batch: no more matrices are prepared than are iterated.
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:

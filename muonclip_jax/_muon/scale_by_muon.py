@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from .._calls import explained
-from .._layout.layout import Layout, own_block
+from .._layout.layout import axis_names, AxisNames, Layout, own_block
 from .._layout.shardings import Leaf, Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
@@ -45,6 +45,7 @@ def scale_by_muon(
     per_head: bool | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    slow_axes: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Turns gradients into orthogonalized momentum, scaled by shape.
 
@@ -102,11 +103,11 @@ def scale_by_muon(
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then orthogonalizes its share of the whole matrices, with
-        two exchanges for each shape and each way in which that is cut, if there are
-        enough matrices. For arrays outside `jit`, and with explicit axes, the shardings
+        two exchanges for each stack that is shared out evenly, and two for all others
+        together. For arrays outside `jit`, and with explicit axes, the shardings
         are known. Under `jit` with automatic axes they are not: if you leave this out,
         XLA chooses how to send matrices to the devices that iterate them; the update is
-        the same, with more traffic.
+        the same, over several axes with more traffic.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They divide the matrices among them and
         gather the results, so that each iterates its part and all end with the same
@@ -115,6 +116,10 @@ def scale_by_muon(
         that checks types (`check_vma`), `jax.grad` of a loss over the device's own rows
         returns the sum of the gradients over the devices, and the update uses that sum.
         So differentiate `jax.lax.pmean(loss, axis_name)` there.
+    - `slow_axes`: an axis of a mesh or a mapped one, or a tuple of axes. Devices along
+        it that hold copies of a matrix share the work on it; along these axes each does
+        all of it, and nothing is sent: worth it where links between slices or hosts are
+        slower than the iteration. What such an axis cuts is sent as along any other.
 
     Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
     parallelism). Give their `shardings`, as a tree, since a function would get the
@@ -153,7 +158,9 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
+    direction = make_direction(
+        beta, nesterov, orthogonalizer, consistent_rms, mu_dtype, slow_axes
+    )
 
     def build(layout: Layout) -> optax.GradientTransformationExtraArgs:
         check_matrices_only(layout, "scale_by_muon")
@@ -175,6 +182,7 @@ def make_direction(
     orthogonalizer: Orthogonalizer,
     consistent_rms: ShapeScale,
     mu_dtype: MomentumDType | None,
+    slow_axes: Hashable | None,
 ) -> Direction:
     """Muon's direction of the options that `scale_by_muon` and `muon` share.
 
@@ -184,7 +192,8 @@ def make_direction(
     beta = number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
-    return Direction(momentum, solver, *_scale_of(consistent_rms))
+    slow = axis_names(slow_axes, "slow_axes")
+    return Direction(momentum, solver, slow, *_scale_of(consistent_rms))
 
 
 def _scale_of(consistent_rms: ShapeScale) -> tuple[Scale, Any]:
@@ -223,6 +232,7 @@ class Direction(NamedTuple):
 
     momentum: Momentum
     solver: Solver
+    slow: AxisNames  # along which copies repeat the work
     scale: Scale
     rms: float | jax.Array | None  # of the update, if that does not depend on shape
 
@@ -246,7 +256,7 @@ class Direction(NamedTuple):
             ]
             ahead, state = self.momentum.update(state, layout, gradients)
             layout.check_types(ahead)
-            directions = orthogonalize(self.solver, ahead, layout)
+            directions = orthogonalize(self.solver, ahead, layout, self.slow)
             return layout.tree.unflatten(map(self._scale, directions)), state
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -163,9 +163,8 @@ class _Choice:
             self.shares.append(share)
             own = share * a * u, share * square * a * u**2
             self.values = _step(self.values, a, *(x[:, None] for x in own))
-            # z where singular values are 1, the last one of which decides: its error is
-            # large next to `I + share z`. Near the next power of two float16 is the most
-            # exact.
+            # z where singular values are 1. The last one decides, whose error is large
+            # for `I + share z`. Near the next power of two float16 is the most exact.
             self.is_exact = 2 * np.frexp(np.abs(u * (1 + c / b)))[0] >= 1.4
             u = u / a**2
 

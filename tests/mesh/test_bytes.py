@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from helpers import more
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_on_mesh import LAYOUTS, make, placed, traffic
@@ -65,6 +66,34 @@ def sent(axes, shape, spec, sizes):
     state = state._replace(mu=w)
     found = traffic(jax.jit(tx.update).lower(w, state).compile())
     return sum(x.bytes for x in found.values())
+
+
+def of_experts(told):
+    """Bytes by kind of an update of layers of experts, cut along the experts alone."""
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
+    specs = {
+        "gate": ((16, 24, 8), P("expert")),
+        "layers": ((3, 8, 8, 24), P(None, "expert")),
+        "of_layers": ((8, 3, 8, 24), P("expert")),
+    }
+    w = {
+        name: jax.ShapeDtypeStruct(x, np.float32, sharding=NamedSharding(mesh, spec))
+        for name, (x, spec) in specs.items()
+    }
+    tx = mc.scale_by_muon(
+        dimension_numbers=mc.MuonDimensionNumbers(-2, -1),
+        orthogonalizer=mc.NewtonSchulz(steps=1),
+        shardings={name: x.sharding for name, x in w.items()} if told else None,
+    )
+    state = jax.eval_shape(tx.init, w)._replace(mu=w)
+    with jax.set_mesh(mesh):
+        return traffic(jax.jit(tx.update).lower(w, state).compile())
+
+
+@pytest.mark.parametrize("told", [more(True), False])
+def test_experts_stay_where_they_are(told):
+    """Also where only the compiler knows that devices have whole ones."""
+    assert not of_experts(told)
 
 
 @pytest.mark.more

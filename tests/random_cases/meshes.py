@@ -120,6 +120,11 @@ def placement(generator, leaves, dtype):
         "check_vma": chance(generator, 0.5),
         "replicas": tuple(free) if is_mapped and chance(generator, 0.7) else (),
         "gradients": pick(generator, *gradients),
+        "slow": tuple(
+            axis
+            for axis in (["i"] if update == "pmap" else sizes)
+            if chance(generator, 0.2)
+        ),
     }
 
 

@@ -184,14 +184,14 @@ def compare(generator, case, numbers, expected):
         {name: NamedSharding(mesh, spec) for name, spec in case["specs"].items()}
     )
     if case["update"] == "pmap":
-        tx = make(case, axis_name="i")
+        tx = make(case, axis_name="i", slow_axes=case["slow"])
         step = mapped(step_of(tx, case), case, mesh, None, None)
         found = walk(step, tx.init(whole), whole, gradients, stats)
         assert_alike(found, expected, case)
         return
     replicas = case["replicas"] or None
     told = shardings_of(generator, case, placed)
-    tx = make(case, shardings=told, axis_name=replicas)
+    tx = make(case, shardings=told, axis_name=replicas, slow_axes=case["slow"] or None)
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, placed)
         gradients = placed_gradients(gradients, case, placed, mesh)
