@@ -8,7 +8,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,19 @@ NOT_NEGATIVE = Range("be finite and not negative", lambda x: (x >= 0) & (x < mat
 SHARE = Range("be in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
+class HasDType(Protocol):
+    """A scalar type of JAX, such as `jnp.bfloat16`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
 #: A dtype of `FLOATS`, as a type checker knows its names.
 FloatDType = (
-    Literal["float16", "bfloat16", "float32", "float64"] | np.dtype[Any] | type[Any]
+    Literal["float16", "bfloat16", "float32", "float64"]
+    | np.dtype[Any]
+    | type[Any]
+    | HasDType
 )
 
 # Not those of 8 bits, which are formats to store and to multiply, not to add in.

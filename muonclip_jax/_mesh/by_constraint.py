@@ -162,7 +162,7 @@ def divide_stacks(
             return view.shape[axis] % devices > 0
 
         # The axis that a mesh may cut goes in front: it stays cut when all become one.
-        # Experts are behind layers, which a mesh seldom cuts.
+        # Experts are after layers, which a mesh seldom cuts.
         batch = sorted(sorted(view.batch, reverse=True), key=is_uneven)
         view = dataclasses.replace(view, batch=tuple(batch))
         part = i, dataclasses.replace(leaf, view=view)
