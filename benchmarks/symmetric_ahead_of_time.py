@@ -27,7 +27,7 @@ COLUMNS = {
     "threads": "d",
     "spilled, bytes": "d",
     "warnings": "",
-    "shared memory, bytes": "d",
+    "shared memory, bytes": ",d",
 }
 ROWS, WIDTH, COUNT = 2048, 7168, 4
 #: Whether c is added, and how many products are in flight.

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 TILE = 128  # rows and columns of the sums that one warpgroup holds, in 128 registers
 BLOCK = 2 * TILE
 DEPTH = 64  # columns of a strip, 128 bytes: the widest swizzle of shared memory
-PIECE = 64  # rows and columns that are stored at once: larger do not fit beside strips
+PIECE = 64  # rows and columns that are stored at once: larger ones leave strips no room
 COMPUTING = 2  # warpgroups
 FETCHING_REGISTERS = 40  # of the one that fetches; the two others share what is left
 BOTH = TILE * COMPUTING  # columns of a tile
