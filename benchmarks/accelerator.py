@@ -5,6 +5,7 @@
 Takes less than ten minutes and prints three tables to paste: what was checked, how
 GPT-2 trains, and times of updates. A row that raises says so, and the rest goes on; the
 exit status is 1 if a check failed. `--tiny` runs all of it in small, on any machine.
+`--candidates` runs kernels that are not in the package instead, on NVIDIA Hopper.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from first_contact.attention_checks import attention_checks
 from first_contact.muon_checks import muon_checks
 from first_contact.rows import add_checks, add_rows, Checks, FAST, Parts, RIGHT, Timed
 from first_contact.settings import by_setting
+from first_contact.symmetric import symmetric_checks, symmetric_parts
 from first_contact.times import FULL, Times, TINY
 from first_contact.torch_peers import torch_muon
 from first_contact.training import GPT2, TINY_GPT2, TRAINED, Trained, trained
@@ -28,6 +30,7 @@ from tables import parser, Report
 
 
 T = TypeVar("T")
+Training = Mapping[str, Callable[[], Iterable[Trained]]]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -35,18 +38,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_args(arguments)
     end = time.perf_counter() + 60 * args.minutes
     report = Report(args)
+    rows = rows_of_candidates if args.candidates else rows_of_package
+    right, training, fast = rows(args.tiny)
 
     def chosen(kind: str, rows: Mapping[str, T]) -> dict[str, T]:
         return {k: v for k, v in rows.items() if is_chosen(f"{kind} {k}", args)}
 
-    right = chosen("check", checks(args.tiny))
+    right = chosen("check", right)
     failures = add_checks(report.table("Right", RIGHT), right)
-    training = chosen("training", {"GPT-2 124M": train(args.tiny)})
+    training = chosen("training", training)
     add_rows(report.table("Trained", TRAINED), training, Trained, end)
-    fast = chosen("time", parts(args.tiny))
+    fast = chosen("time", fast)
     add_rows(report.table("Fast", FAST), fast, Timed, end)
     print(f"\n{failures} checks failed; all figures are in {args.json}")
     return 1 if failures else 0
+
+
+def rows_of_package(tiny: bool) -> tuple[Checks, Training, Parts]:
+    return checks(tiny), {"GPT-2 124M": train(tiny)}, parts(tiny)
+
+
+def rows_of_candidates(tiny: bool) -> tuple[Checks, Training, Parts]:
+    """In a run of their own, since one that hangs would take all else with it."""
+    times = Times(TINY if tiny else FULL)
+    fast = {"peak": times.peak_of_products, **symmetric_parts(times)}
+    return symmetric_checks(1 if tiny else 32), {}, fast
 
 
 def is_chosen(name: str, args: argparse.Namespace) -> bool:
@@ -56,8 +72,6 @@ def is_chosen(name: str, args: argparse.Namespace) -> bool:
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__)
-    kind = jax.devices()[0].device_kind.lower().replace(" ", "_")
-    options.set_defaults(json=RESULTS / f"accelerator_{kind}.json")
     options.add_argument("--tiny", action="store_true", help="everything in small")
     options.add_argument(
         "--minutes", type=float, default=8, help="after these it begins no other times"
@@ -69,7 +83,14 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         help='parts of names, such as "check", "time GPT-2" or "training"',
     )
     options.add_argument("--without", nargs="+", default=[], help="the same")
-    return options.parse_args(arguments)
+    options.add_argument(
+        "--candidates", action="store_true", help="kernels that are not in the package"
+    )
+    args = options.parse_args(arguments)
+    kind = jax.devices()[0].device_kind.lower().replace(" ", "_")
+    name = "candidates" if args.candidates else "accelerator"
+    args.json = args.json or RESULTS / f"{name}_{kind}.json"
+    return args
 
 
 def checks(tiny: bool) -> Checks:

@@ -14,11 +14,16 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from gpt2 import optimizers
 from hlo_costs import hlo_costs
 from models import models
 from shares import loops_of_devices
+
+
+if TYPE_CHECKING:
+    from symmetric_ahead_of_time import Resources
 
 
 MARGIN = 1.2
@@ -38,6 +43,9 @@ H100_PLANS = {
     "Llama-1B's 112 matrices, separate": (440, 68.0, 1.0e9),
     "the optimizer's part of a GPT-2 step, mc.muonclip": (300, 4.6, 0.1e9),
 }
+#: Of a thread of the symmetric kernel, whose block of 384 has 65,536 on Hopper; and of
+#: that block.
+MOST_REGISTERS, MOST_SHARED_BYTES = 168, 232_448
 #: Of each, the elementwise kernels between products: one for each pass of two steps.
 BETWEEN = (4, 4, 24, 2, 14, 6)
 
@@ -105,8 +113,11 @@ def gpu() -> Iterator[str]:
     from gpu_ahead_of_time import compile_update, Plan
     from gpu_compiler import process
     from gpu_plans import planned
+    from symmetric_ahead_of_time import compiled, PRODUCTS
 
     with process() as executor:
+        for name in PRODUCTS:
+            yield held(name, executor.submit(compiled, name).result())
         for (name, bounds), between in zip(H100_PLANS.items(), BETWEEN, strict=True):
             plan = executor.submit(planned, name).result()
             figures = plan.launches, 1e3 * plan.seconds, plan.temporary_bytes
@@ -117,9 +128,21 @@ def gpu() -> Iterator[str]:
             yield f"{word}: kernels between its products: {plan.between_products}"
         for dtype, most in GPU_BYTES.items():
             plan = Plan(1, False, dtype)
-            compiled = executor.submit(compile_update, plan).result()
+            update = executor.submit(compile_update, plan).result()
             name = f"temporaries of Kimi K2's stage in {dtype}"
-            yield within(name, compiled.temporary_bytes, most)
+            yield within(name, update.temporary_bytes, most)
+
+
+def held(name: str, found: "Resources") -> str:
+    """A symmetric kernel that spills, or whose products wait, is no candidate."""
+    is_right = (
+        found.registers <= MOST_REGISTERS
+        and found.shared_bytes <= MOST_SHARED_BYTES
+        and not found.spilled_bytes
+        and not found.warnings
+    )
+    word = "ok" if is_right else "too much"
+    return f"{word}: symmetric kernel, {name}: {found}"
 
 
 def within(name: str, figure: float, written: float, margin: float = MARGIN) -> str:

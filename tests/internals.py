@@ -61,6 +61,16 @@ def solver(platform: str | None = None, **settings: Any) -> Solver:
     return dataclasses.replace(made, platform=platform_named(platform))
 
 
+def interpreted() -> Any:
+    """For a kernel of Pallas Mosaic GPU: its threads and copies simulated on a CPU.
+
+    Public in JAX 0.12.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
 def platform_named(name: str) -> Platform:
     return PLATFORMS.get(name, PLATFORMS["default"])
 
