@@ -29,6 +29,7 @@ NOT_NEGATIVE = Range("be finite and not negative", lambda x: (x >= 0) & (x < mat
 SHARE = Range("be in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
+
 class HasDType(Protocol):
     """A scalar type of JAX, such as `jnp.bfloat16`."""
 

@@ -1,5 +1,7 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import math
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Newton-Schulz as users ask for it: a function, a value, and others in its place."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import dataclasses
 import functools
 import math

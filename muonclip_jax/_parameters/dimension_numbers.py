@@ -1,5 +1,7 @@
 """Dimension numbers of a parameter tree: found, given by the user, or asked about."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
