@@ -58,7 +58,7 @@ def iterate(y: jax.Array, passes: Passes, nth: int | None) -> jax.Array:
     Such a stack leaves in float32, if by a product without a sum: XLA would keep all in
     float16 until the end, as large as half the model. None for a stack in a loop.
     """
-    factors, s = _factors(passes, nth or 0)
+    factors, s, _ = _factors(passes, nth or 0)
     for of_pass in factors[:-1]:
         y = _after(of_pass, y)
     y = _after(factors[-1], y, leaves=nth is not None)
@@ -121,26 +121,29 @@ def _product(
 
 
 @functools.cache
-def _factors(passes: Passes, nth: int) -> tuple[list[Factors], float]:
-    """The factors of the `nth` stack, which none before it has, and s at the end."""
+def _factors(
+    passes: Passes, nth: int
+) -> tuple[tuple[Factors, ...], float, frozenset[float]]:
+    """The factors of the `nth` stack, which none before it has, and s at the end.
+
+    Last come all factors that are used up to here.
+    """
     exact = VALUES
     for triple in itertools.chain(*passes):
         exact = _step(exact, *triple)
-    used: set[float] = set()
-    factors, s = [], UNIT
-    for _ in range(nth + 1):
-        factors, s, values = [], UNIT, VALUES
-        for i, steps in enumerate(passes):
-            is_held = UNITS[0] <= s <= UNITS[1]
-            lift = 1.0 if is_held else 2.0 ** round(math.log2(UNIT / s))
-            s *= lift
-            later = tuple(itertools.chain(*passes[i + 1 :]))
-            choice = _Choice(steps, s, values)
-            best = choice.best(exact, later, used)
-            factors.append(choice.factors(best)._replace(lift=lift))
-            values = choice.values[best]
-            s /= math.prod(a for a, _, _ in steps)
-    return factors, s
+    used = set(_factors(passes, nth - 1)[-1] if nth else ())
+    factors, s, values = [], UNIT, VALUES
+    for i, steps in enumerate(passes):
+        is_held = UNITS[0] <= s <= UNITS[1]
+        lift = 1.0 if is_held else 2.0 ** round(math.log2(UNIT / s))
+        s *= lift
+        later = tuple(itertools.chain(*passes[i + 1 :]))
+        choice = _Choice(steps, s, values)
+        best = choice.best(exact, later, used)
+        factors.append(choice.factors(best)._replace(lift=lift))
+        values = choice.values[best]
+        s /= math.prod(a for a, _, _ in steps)
+    return tuple(factors), s, frozenset(used)
 
 
 class _Choice:
