@@ -123,7 +123,7 @@ CLAIMS: dict[str, list[Figure | Peak]] = {
         Figure(FAST, f"{MATRICES}optax;", "peer, ms"),
         Figure(FAST, f"{MATRICES}torch.*;", "peer, ms"),
     ],
-    "{176} MB of traffic per chip, optax {20.3} GB": [
+    "{67} MB of traffic per chip, optax {20.3} GB": [
         traffic("Llama-1B, FSDP 64, stacked; ours;", lambda x: x),
         traffic("Llama-1B, FSDP 64, stacked; optax;", lambda x: x / 1000),
     ],
