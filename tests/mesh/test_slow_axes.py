@@ -28,11 +28,18 @@ def mesh_of(kind=AxisType.Auto):
     return jax.make_mesh((2, 4), ("slice", "fsdp"), axis_types=(kind,) * 2)
 
 
-def pairs_that_talk(compiled):
+def groups_that_talk(compiled):
     """The devices of each group of each collective."""
-    listed = re.findall(r"replica_groups=\{\{([^=]*)\}\}", compiled.as_text())
+    program = compiled.as_text()
+    listed = re.findall(r"replica_groups=\{\{([^=]*)\}\}", program)
     groups = [group for found in listed for group in found.split("},{")]
-    return [{*map(int, group.split(","))} for group in groups]
+    found = [{*map(int, group.split(","))} for group in groups]
+    # From JAX 0.12 on by the axes of the mesh.
+    devices = np.arange(8).reshape(2, 4)
+    for names in re.findall(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", program):
+        rows = {"'slice'": devices.T, "'fsdp'": devices}.get(names, [devices.ravel()])
+        found += [{*map(int, row)} for row in rows]
+    return found
 
 
 def of_one_device():
@@ -55,7 +62,7 @@ def update_on(mesh, **options):
     with jax.set_mesh(mesh):
         state = tx.init(params)
         compiled = jax.jit(tx.update).lower(params, state).compile()
-        return compiled(params, state)[0], pairs_that_talk(compiled)
+        return compiled(params, state)[0], groups_that_talk(compiled)
 
 
 @pytest.mark.more
