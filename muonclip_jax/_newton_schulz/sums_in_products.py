@@ -77,7 +77,8 @@ def _after(factors: Factors, y: jax.Array, leaves: bool = False) -> jax.Array:
     total = None
     for square, share in early:
         z = _product(r, r, square, r) if square else r
-        one = jnp.eye(r.shape[-1], dtype=jnp.float32)
+        # As users may ask of JAX, nothing is promoted to another rank unsaid.
+        one = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=jnp.float32), r.shape)
         q = (np.float32(share) * z.astype(jnp.float32) + one).astype(r.dtype)
         # q r q. By q twice, what its rounding does to large singular values would come
         # back to small ones; by z twice, two products would have one factor.
