@@ -1,7 +1,7 @@
 """A judge of readings that knows no symbols: it scales, runs and compares.
 
 A case is a function whose author marks where its logits enter the softmax, and says
-what an expert would call each leaf. All else is found by running it op by op.
+what an expert would call each leaf. All else is found by running it.
 """
 
 import dataclasses
