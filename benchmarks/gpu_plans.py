@@ -4,8 +4,8 @@
 
 The updates that an H100 has measured (`accelerator.py`), as they are planned now. The
 time is a model: each kernel takes what its arithmetic or its bytes take at rates seen
-on that card, and 3 us. Of the code that was measured there, 502ee87, it explained all
-five updates within 9 %. How the compiler is installed: `gpu_ahead_of_time.py`.
+on that card, and 3 us. It explained all five updates of the code that was measured
+there, 502ee87, within 9 %. How the compiler is installed: `gpu_ahead_of_time.py`.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ COLUMNS = {
 
 
 class Planned(NamedTuple):
-    """What the compiler plans for one update."""
+    """The compiler's plan of one update."""
 
     launches: int
     between_products: int

@@ -50,7 +50,7 @@ def even_flops(model: Model, platform: str) -> float:
 
 
 class Sent(NamedTuple):
-    """What a device sends in an update, as it is planned, and has to send.
+    """The bytes that a device sends in an update, as planned, and has to send.
 
     Bytes are counted as `hlo_costs` does: the larger of what goes into a collective and
     what comes out of it.

@@ -50,7 +50,7 @@ def square_and_sum(count: int, m: int) -> Operands:
 
 
 def symmetric_checks(count: int) -> Checks:
-    """Of stacks of matrices of three rows of blocks and of four.
+    """Checks stacks of matrices with three rows of blocks, and with four.
 
     From a count of 14 on there are more tiles than multiprocessors, so that buffers are
     used again.
@@ -72,7 +72,7 @@ def error_of(operands: Operands) -> Outcome:
 
 
 def difference_of_halves(operands: Operands) -> Outcome:
-    """None off the diagonal's blocks, where one is the other's mirror image."""
+    """Is 0 off the diagonal's blocks, where one is the other's mirror image."""
     from .symmetric_kernel import BLOCK
 
     if reason := missing():

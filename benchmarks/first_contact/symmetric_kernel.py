@@ -29,10 +29,11 @@ FETCHING_REGISTERS = 40  # of the one that fetches; the two others share what is
 BOTH = TILE * COMPUTING  # columns of a tile
 
 _SWIZZLE = plgpu.find_swizzle(DEPTH * 16)
-#: As the tensor cores want their operands: tiles of 8 rows, swizzled.
+#: As the tensor cores want their operands: tiles of 8 rows, swizzled. A type checker
+#: takes JAX's classes for abstract ones.
 _TRANSFORMS = (
-    plgpu.TilingTransform((8, _SWIZZLE // 2)),
-    plgpu.SwizzleTransform(_SWIZZLE),
+    plgpu.TilingTransform((8, _SWIZZLE // 2)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(_SWIZZLE),  # pyright: ignore[reportAbstractUsage]
 )
 
 
@@ -178,7 +179,7 @@ def _on_one_multiprocessor(
 
 
 def _strips(in_flight: int, is_interpreted: bool) -> list[Any]:
-    """What of each operand a tile takes at once, kept while a product reads it."""
+    """The part of each operand that a tile takes at once; products keep reading it."""
 
     def strip(shape: tuple[int, int], place: Any) -> Any:
         return plgpu.BlockSpec(
