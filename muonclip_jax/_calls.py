@@ -12,6 +12,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def is_reading(x: Any) -> bool:
+    """Checks for what `read_model` returns, by fields that cost nothing to ask for."""
+    return all(hasattr(x, name) for name in ("dimension_numbers", "labels", "unknown"))
+
+
 def explained(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a public function name the likely mistake where Python would not.
 
@@ -36,7 +41,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         # Params that are a reading get an error of their own, where they are read.
         first = next(iter(parameters))
         for i, value in enumerate(args):
-            if hasattr(value, "verdicts") and (i or first != "params"):
+            if is_reading(value) and (i or first != "params"):
                 raise ValueError(
                     f"{function.__name__}() got a reading by position: pass it as "
                     "model=reading"

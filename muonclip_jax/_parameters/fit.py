@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._calls import is_reading
 from . import paths
 
 
 def check_params(call: str, params: Any) -> None:
     """Raises for a reading or a state where params are needed; `call` is as it is."""
-    if all(hasattr(params, x) for x in ("verdicts", "attention", "labels")):
+    if is_reading(params):
         got = "a reading (its table is print(reading), and it is given as model=)"
     elif any(map(_is_state, jax.tree.leaves(params, is_leaf=_is_state))):
         got = "the state of an optimizer"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
+from .._calls import is_reading
 from .._matrices.axes import is_axes
 from . import paths
 from .paths import is_masked, Path, PathedTree, Shape, show
@@ -42,8 +43,7 @@ class Model(Protocol):
 
 def check_model(model: Model | None) -> None:
     """Raises for a `model=` that is no reading."""
-    wanted = ("dimension_numbers", "labels", "unknown")
-    if model is not None and not all(hasattr(model, x) for x in wanted):
+    if model is not None and not is_reading(model):
         raise ValueError(
             f"model must be what mc.read_model(loss, params, *batch) returns, got a "
             f"{type(model).__name__}"
