@@ -169,7 +169,7 @@ class Parcels:
         return x.reshape(*lead, -1, *self.unit)
 
     def _is_tiled(self, block: tuple[int, int]) -> bool:
-        return len(self.unit) > 1 and _tiles(block) is not None
+        return len(self.unit) > 1 and _is_tiled(block)
 
     def _united(self, x: jax.Array, block: tuple[int, int]) -> jax.Array:
         """The inverse of `_divided`."""
@@ -200,17 +200,15 @@ def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:
         return blocks[0]
     sizes = [*map(math.prod, blocks)]
     total = sum(map(math.prod, zip(sizes, counts, strict=True)))
-    is_tiled = all(_tiles(block) is not None for block in blocks)
-    if not is_tiled and total // math.gcd(*sizes) <= MOST_UNITS:
+    if not all(map(_is_tiled, blocks)) and total // math.gcd(*sizes) <= MOST_UNITS:
         return (math.gcd(*sizes),)
     # What no tile divides is flat, and padded to whole tiles.
     return (math.gcd(*(-(-size // math.prod(TILE)) for size in sizes)), *TILE)
 
 
-def _tiles(block: tuple[int, int]) -> tuple[int, int] | None:
-    """The tiles along both sides, if they divide a block."""
-    (rows, columns), (p, q) = block, TILE
-    return None if rows % p or columns % q else (rows // p, columns // q)
+def _is_tiled(block: tuple[int, int]) -> bool:
+    """Whether tiles divide both sides of a block."""
+    return not any(n % size for n, size in zip(block, TILE, strict=True))
 
 
 def _at(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
