@@ -103,8 +103,10 @@ def assert_close(actual, expected, share: float) -> None:
 
 
 def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
-    """A float64 `(m, n)` matrix with the given singular values."""
+    """A float64 `(m, n)` matrix with the given singular values, or a Gaussian one."""
     generator = np.random.default_rng(seed)
+    if singular_values is None:
+        return generator.normal(size=(m, n))
     left, _ = np.linalg.qr(generator.normal(size=(m, m)))
     right, _ = np.linalg.qr(generator.normal(size=(n, n)))
     values = np.asarray(singular_values, np.float64)

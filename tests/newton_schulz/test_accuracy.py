@@ -36,8 +36,6 @@ PRESETS = sorted(mc.NS_COEFFS)
 
 @functools.cache
 def matrix_with(spectrum, m=96, n=320):
-    if SPECTRA[spectrum] is None:
-        return np.random.default_rng(0).normal(size=(m, n))
     return matrix_of(SPECTRA[spectrum], m, n)
 
 

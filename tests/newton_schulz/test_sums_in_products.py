@@ -33,10 +33,7 @@ PRESETS = sorted(mc.NS_COEFFS)
 
 @functools.cache
 def matrix_with(spectrum):
-    values = SPECTRA[spectrum]
-    if values is None:
-        return np.random.default_rng(0).normal(size=SHAPE)
-    return matrix_of(values, *SHAPE)
+    return matrix_of(SPECTRA[spectrum], *SHAPE)
 
 
 def on_gpu(adds=True, **options):

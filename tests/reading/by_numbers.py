@@ -4,11 +4,12 @@ A case is a function whose author marks where its logits enter the softmax, and 
 what an expert would call each leaf. All else is found by running it.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,16 @@ class Verdict(NamedTuple):
 _OPEN: list[list[Noted]] = []
 
 
+@contextlib.contextmanager
+def _notebook() -> Iterator[list[Noted]]:
+    """Opens a notebook for what runs inside."""
+    _OPEN.append([])
+    try:
+        yield _OPEN[-1]
+    finally:
+        _OPEN.pop()
+
+
 def noted(logits, heads: Any = -3, layer: str = "", merge: str = "rows", unit=1.0):
     """Marks logits that enter a softmax; adds no operation to the function.
 
@@ -97,13 +108,10 @@ def _program(case: Case) -> tuple[list[Noted], Callable[..., Any]] | None:
     noted: list[Noted] = []
 
     def logits(params, args):
-        _OPEN.append([])
-        try:
+        with _notebook() as written:
             (case.plain or case.fun)(params, *args)
-            noted[:] = _OPEN[-1]
-            return [note.logits for note in noted]
-        finally:
-            _OPEN.pop()
+        noted[:] = written
+        return [note.logits for note in noted]
 
     try:
         with jax.disable_jit():
@@ -120,13 +128,9 @@ def notes(case: Case, params: Any) -> list[Noted]:
         noted, logits = program
         values = zip(noted, logits(params), strict=True)
         return [note._replace(logits=x) for note, x in values]
-    _OPEN.append([])
-    try:
-        with jax.disable_jit():
-            (case.plain or case.fun)(params, *case.args)
-        return _OPEN[-1]
-    finally:
-        _OPEN.pop()
+    with _notebook() as written, jax.disable_jit():
+        (case.plain or case.fun)(params, *case.args)
+    return written
 
 
 def largest(case: Case, params: Any) -> list[np.ndarray]:
