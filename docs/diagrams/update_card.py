@@ -26,7 +26,7 @@ BOXES = {
     "momentum": (1, "main", "momentum", ("_accumulate",)),
     "matrices": (2, "main", "matrices", ("views_of",)),
     "one": (3, "one", "stacks by shape", ("plan_stacks",)),
-    "mesh": (3, "mesh", "to the owners", ("Parcels.arrive",)),
+    "mesh": (3, "mesh", "to the owners", ("exchanged",)),
     "solver": (4, "main", "Newton-Schulz", ("Polynomials.iterate",)),
     "scale": (5, "main", "scale by shape", ("Direction._scale",)),
     "adam": (1, "adam", "Adam", ("optax",)),

@@ -39,6 +39,7 @@ def outputs_of(
     kernels = [x for x in layers if x.is_kernel and x.path[1:]]
     heads = [x for x in in_order if verdicts[x.own].label == "head"]
     hidden = [x for x in in_order if x.is_hidden]
+    has_head = bool(heads) or any(x.kind == "head" and x.is_kernel for x in hidden)
     tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
     tables += [x for x in hidden if x.kind == "embedding"]
     chains: dict[Path, list[Leaf]] = {}  # the layers of a module without a name
@@ -64,11 +65,11 @@ def outputs_of(
     able = alone.intersection(layers if len(layers) > 1 else kernels)
     if any(x.is_hidden for x in tables):
         sizes |= {x.shape[-1] for x in able}  # of what is hidden it may be any
-    able = {x for x in able if x.shape[-1] in sizes and not heads}
+    able = {x for x in able if x.shape[-1] in sizes and not has_head}
     found = {x for x in able if x in last and x.path[:-2] in modules}
     found = dict.fromkeys(found or able & open_ends, "as large as the vocabulary")
     n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    if len(ends) == 1 and n_matrices > 2 and not (heads or found):
+    if len(ends) == 1 and n_matrices > 2 and not (has_head or found):
         sure = filter(_may_be_head, ends & alone)
         found = dict.fromkeys(sure, "nothing takes its outputs")
     said = {
@@ -91,12 +92,12 @@ def outputs_of(
     follows = {x for x in kernels if _follows(x, given)}
     if not (follows or said):  # a part of a model
         return said
-    asked, has_head = ends | found.keys(), bool(heads or found or ends or hidden)
+    asked, has_end = ends | found.keys(), bool(heads or found or ends or hidden)
     lasts = {chain[-1] for chain in chains.values()}
     lasts, seen = {x for x in lasts if not _is_before(x, hidden)}, alone & follows
     asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
     # Next to a table the last of a module is as likely the last of a stem.
-    seen = {x for x in seen if not (has_head or (tables and x.path[2:]))}
+    seen = {x for x in seen if not (has_end or (tables and x.path[2:]))}
     asked |= {x for x in follows & {*last} if last[x] or x in seen}
     for x in asked - {*found}:
         is_head = x in alone and (x in open_ends or not x.path[2:])
