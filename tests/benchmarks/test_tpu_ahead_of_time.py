@@ -58,7 +58,7 @@ def test_the_update_of_a_model(name, flops):
 def test_the_update_of_a_model_on_a_mesh():
     updates = tpu_ahead_of_time.compile_updates("cut", CUT, mesh_of(CUT), "ours")
     (update,) = updates
-    # Of both stacks there is one parcel to each owner, and one back.
+    # An owner gets one parcel of both stacks, and sends one back.
     assert update.costs.collectives["all-to-all"].count == 2
     assert update.costs.collectives["all-to-all"].in_loops == 0
     # As compiled for CPU, with loops as often as the plan for TPU has them run there,
