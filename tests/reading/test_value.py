@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import normal, ROOT
+from helpers import ROOT
 
 import muonclip_jax as mc
 
