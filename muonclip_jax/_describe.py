@@ -13,7 +13,7 @@ from ._layout.layout import Layout, read_layout
 from ._layout.shardings import Leaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import Matrices, MatrixView, plan_stacks
-from ._model.attention_layers import Attention, Layers, layers_of, LayersRead
+from ._model.attention_layers import Attention, Layers, layers_of
 from ._model.per_head import matrix_rules
 from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
@@ -128,7 +128,7 @@ def describe(
         stacked = [*map(str, plan_stacks(enumerate(pieces)))] or ["nothing"]
         blocks += [["orthogonalized together:", *stacked]]
     blocks += [[refusal]] if refusal else []
-    read = layers.model if isinstance(layers, LayersRead) else None
+    read = model if attention is None else None
     return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
 
 

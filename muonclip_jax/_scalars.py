@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from ._calls import explained
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, Layers, layers_of
+from ._model.attention_layers import Attention, layers_of
 from ._muon.momentum import ScaleByMuonState
 from ._options import flag
 from ._parameters import paths
@@ -108,9 +108,12 @@ def scalars(
     check_params("scalars(opt_state, params)", params)
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
-        # What a reading refuses the optimizer was made without: no matter for a logger.
-        layers = layers_of(model, attention)
-        found |= _of_heads(clip, params, layers, flag("heads", heads))
+        every = layers_of(model, attention, only_watches=True)
+        # An optimizer that clips the layers that can be clipped does not watch others.
+        some = layers_of(model, model.attention) if model is not None else every
+        tried = [Heads(read_layout(params), x) for x in (every, some)]
+        fitting = [x for x in tried if x.count == clip.gamma.size] or tried
+        found |= _of_heads(clip, fitting[0], flag("heads", heads))
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)
     labels = param_labels(params, model=model, dimension_numbers=dimension_numbers)
@@ -140,11 +143,8 @@ def scalars(
     return numbers
 
 
-def _of_heads(
-    state: QKClipState, params: Any, attention: Layers | None, each: bool
-) -> dict[str, Any]:
+def _of_heads(state: QKClipState, heads: Heads, each: bool) -> dict[str, Any]:
     """Scalars of what QK-Clip saw and did: in all, by layer, and of each head."""
-    heads = Heads(read_layout(params), attention)
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jax.core import Tracer
 from optax import MaskedNode
 
 from .._options import shown
@@ -85,9 +87,22 @@ Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
 
 class LayersRead(NamedTuple):
-    """The attention layers of a reading; the params may lack some of their leaves."""
+    """The attention layers of a reading; the params may lack some of their leaves.
+
+    Those that nothing scales are watched: they have no leaves, and no number is above
+    their threshold.
+    """
 
     model: Model
+    attention: Attention | None  # clipped in place of those of the reading
+    only_watches: bool  # whether nothing is to be clipped
+
+    @property
+    def watched(self) -> list[AttentionLayer]:
+        """Returns the layers that have a statistic, and that nothing scales."""
+        layers = (x for x in self.model.layers if x.layer is None and x.shape)
+        paths_of = ("/".join(x.path) for x in layers)
+        return [AttentionLayer(x, (), (), threshold=np.inf) for x in paths_of]
 
 
 #: Layers given by the user, or found by a reading.
@@ -102,31 +117,44 @@ def show_layer(layer: AttentionLayer) -> str:
     return paths.show_module(paths.split(layer.path))
 
 
-def layers_of(model: Model | None, attention: Attention | None) -> Layers | None:
+def layers_of(
+    model: Model | None, attention: Attention | None, only_watches: bool = False
+) -> Layers | None:
     """Returns the given layers, else the layers read; ignores refusals."""
-    return attention if attention is not None or model is None else LayersRead(model)
-
-
-def attention_of(model: Model | None, attention: Attention | None) -> Layers | None:
-    """Returns the given layers, else the layers read.
-
-    **Raises:** `ValueError` for a reading with logits that no parameter scales.
-    """
-    if attention is not None or model is None:
+    if model is None:
         return attention
     check_model(model)
-    if refused := list(model.refused):
+    return LayersRead(model, attention, only_watches)
+
+
+def attention_of(
+    model: Model | None, attention: Attention | None, threshold: Any = 1.0
+) -> Layers | None:
+    """Returns the given layers, else the layers read.
+
+    **Raises:** `ValueError` for a reading with logits that no parameter scales, unless
+    the threshold is infinite and they are recorded.
+    """
+    # A schedule and a traced number may be anything.
+    is_known = not (callable(threshold) or isinstance(threshold, Tracer))
+    only_watches = is_known and bool(np.isinf(np.asarray(threshold)).all())
+    layers = layers_of(model, attention, only_watches)
+    if attention is not None or model is None:
+        return layers
+    if refused := model.unrecorded if only_watches else model.refused:
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
+            + "\n"
+            + ("" if refused == model.unrecorded else "threshold=inf watches these. ")
             + (
-                "\nTo clip only the other layers, give attention=reading.attention"
+                "To clip only the other layers, give attention=reading.attention"
                 if model.attention
-                else "\nGive attention=[] to clip nothing"
+                else "Give attention=[] to clip nothing"
             )
             + ", or use mc.muon"
         )
-    return layers_of(model, attention)
+    return layers
 
 
 def flax_attention_layers(
@@ -246,9 +274,12 @@ def resolve_attention(
     if isinstance(attention, LayersRead):
         model = attention.model
         check_read(model, tree)
+        if attention.attention is not None:
+            return resolve_attention(attention.attention, tree)
         # Leaves that the params lack count as hidden by a mask.
         hidden = dict.fromkeys(model.verdicts, MaskedNode())
-        return list(model.attention), paths.LeafAt(hidden | tree.by_path())
+        every = [*model.attention, *attention.watched]
+        return every, paths.LeafAt(hidden | tree.by_path())
     # A single layer is a named tuple, and would pass for a sequence.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
     if attention is None:

@@ -57,11 +57,18 @@ class BoundLayer:
     Shapes are global, although mapped axes may cut the leaves: only the whole layer
     shows whether query heads share a key.
 
+    A layer that nothing scales has no leaves, and the `shape` that was read.
+
     **Raises:** `ValueError`, naming the leaves, if their heads do not fit together.
     """
 
     def __init__(
-        self, layer: AttentionLayer, leaf_at: Mapping[Path, Any], index: int, start: int
+        self,
+        layer: AttentionLayer,
+        leaf_at: Mapping[Path, Any],
+        index: int,
+        start: int,
+        shape: tuple[int, ...] = (0,),
     ):
         self.path = split(layer.path)
         self.threshold = layer.threshold
@@ -80,10 +87,10 @@ class BoundLayer:
                     self.uses.append(Use(self, path, leaf, row, role))
         #: `(*stack, heads)` of the layer. A leaf may have fewer, if several heads or
         #: all layers of the stack share it.
-        self.shape: tuple[int, ...] = (
-            *max((use.row[:-1] for use in self.uses), key=len, default=()),
-            max((use.row[-1] for use in self.uses), default=0),
-        )
+        self.shape: tuple[int, ...] = shape
+        if self.uses:
+            stack = max((use.row[:-1] for use in self.uses), key=len)
+            self.shape = (*stack, max(use.row[-1] for use in self.uses))
         if len(self.uses) < len(layer.leaves) or not all(map(self._fits, self.uses)):
             # The error names Flax's layout, because another layout (such as features
             # last) is the likely cause: the numbers of heads then disagree.
@@ -96,7 +103,7 @@ class BoundLayer:
         # A query that all heads share does not show the number of heads. If the
         # statistic has another number than the key, all heads are clipped together.
         of_query = [use.leaf for use in self.uses if use.role != "key"]
-        self.is_shared = all(leaf.is_of_all for leaf in of_query)
+        self.is_shared = all(x.is_of_all for x in of_query) and bool(self.uses)
 
     def _fits(self, use: Use) -> bool:
         heads, own = self.shape[-1], use.row[-1]

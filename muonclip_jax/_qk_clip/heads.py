@@ -22,6 +22,7 @@ from .._layout.shardings import blocks_along
 from .._layout.state import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
+    AttentionLayer,
     check_none_overlooked,
     Layers,
     LayersRead,
@@ -76,21 +77,28 @@ class Heads:
             check_none_overlooked(tree, layers)
         self._leaves = {leaf.path: leaf for leaf in layout.leaves}
         self._layout = layout
-        self._known = {split(layer.path) for layer in layers}
+        read = attention if isinstance(attention, LayersRead) else None
+        # Next to layers that are given, a reading's own may be recorded.
+        self._known = {
+            split(x.path) for x in (*layers, *(read.watched if read else ()))
+        }
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
         self.count = 0
-        is_read = isinstance(attention, LayersRead)
-        makers = attention.model.makers if is_read else {}
-        shown_paths = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
+        of_path = {"/".join(x.path): x for x in read.model.layers} if read else {}
+        in_sight = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
             own = [layer.path_of(leaf) for leaf in layer.leaves]
-            hidden = [path for path in own if is_masked(leaf_at[path])]
-            if not hidden:
-                at = len(self.layers), self.count
-                self.layers.append(BoundLayer(layer, leaf_at, *at))
-                self.count += math.prod(self.layers[-1].shape)
-            elif len(hidden) < len(own):  # a mask may hide only whole layers
+            hidden = [path for path in own if path not in in_sight]
+            made = of_path.get(layer.path)
+            trained = [x for x in made.makers if x in in_sight] if made else []
+            is_watched = not own or (read is not None and read.only_watches)
+            if own and not hidden:
+                self._add(layer, leaf_at)
+            elif made and trained and is_watched:
+                bare = layer._replace(query=(), key=(), rotary_query=())
+                self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
+            elif 0 < len(hidden) < len(own):  # a mask may hide only whole layers
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
                     f"attention layer '{show_layer(layer)}': a mask hides them, or "
@@ -100,7 +108,7 @@ class Heads:
                     "mc.muon, which does not clip. To clip frozen params, too, use "
                     "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
-            elif trained := [x for x in makers.get(layer.path, ()) if x in shown_paths]:
+            elif trained and own:
                 # The logits still grow, and nothing that is left can scale them.
                 raise ValueError(
                     f"QK-Clip cannot act on attention layer '{show_layer(layer)}': the "
@@ -110,6 +118,16 @@ class Heads:
                     "mask or partition"
                 )
         self._scaled = scaled_leaves(self.layers)
+
+    def _add(
+        self,
+        layer: AttentionLayer,
+        leaf_at: Mapping[Path, Any],
+        *shape: tuple[int, ...],
+    ) -> None:
+        at = len(self.layers), self.count
+        self.layers.append(BoundLayer(layer, leaf_at, *at, *shape))
+        self.count += math.prod(self.layers[-1].shape)
 
     def shares(self) -> list[tuple[Use, Share | None]]:
         """Returns each use of a leaf and its share of gamma; `None` if it stays."""
@@ -283,6 +301,11 @@ class Heads:
             row = largest(statistic, -1)[..., None].repeat(layer.shape[-1], -1)
         if statistic.shape == expected:
             return row, PartitionSpec()
+        if not layer.uses:  # no leaf shows how devices cut the heads
+            raise ValueError(
+                f"the statistics '{name}' have shape {statistic.shape}; expected "
+                f"{expected}, (*stack, heads), of all heads"
+            )
         use = max(layer.uses, key=lambda use: use.is_whole)  # the query's, if whole
         leaf, mesh = self._leaves[use.path], jax.sharding.get_abstract_mesh().shape
         cut, shape = leaf.cut, leaf.whole.shape

@@ -7,7 +7,7 @@ by the number of micro-batches; a mean would miss a head that grew in one of the
 
 from __future__ import annotations  # help() shows aliases by name
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from .._calls import explained
 from .._layout.layout import check_replicas, Layout, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
-from .._model.attention_layers import Attention, attention_of
+from .._model.attention_layers import Attention, attention_of, layers_of
 from .._options import (
     check_state,
     flag,
@@ -151,15 +151,19 @@ def multi_steps(
     # compile them each time.
     compiled = jax.jit(steps.update)
 
-    def heads_of(layout: Layout) -> Heads:
+    def heads_of(layout: Layout, clips: Sequence[QKClipState]) -> Heads:
         # Called only if there is a clip: without one, refused attention is no error.
-        return Heads(layout, attention_of(model, attention))
+        heads = Heads(layout, layers_of(model, attention, only_watches=True))
+        if heads.count != clips[0].gamma.size:
+            # The clip scales, and watches no others.
+            attention_of(model, attention)
+        return heads
 
     def init_fn(params: optax.Params) -> MultiStepsState:
         layout = read_layout(params, shardings, axis_name)
         first = steps.init(params)
-        is_clipped = bool(states_in(first.inner_opt_state, QKClipState))
-        count = heads_of(layout).count if is_clipped else 0
+        clips = states_in(first.inner_opt_state, QKClipState)
+        count = heads_of(layout, clips).count if clips else 0
         # Optax's own zeros do not depend on the params, so `jit` would not know how to
         # shard them.
         parts = [
@@ -178,14 +182,14 @@ def multi_steps(
         check_state("multi_steps", isinstance(state, MultiStepsState))
         *rest, running = state
         before = optax.MultiStepsState(*rest)
-        is_clipped = states_in(before.inner_opt_state, QKClipState)
+        clips = states_in(before.inner_opt_state, QKClipState)
         layout = read_layout(
             updates if params is None else params, shardings, axis_name
         )
         check_replicas(layout.replicas)
         largest = running
-        if is_clipped:
-            heads = heads_of(layout)
+        if clips:
+            heads = heads_of(layout, clips)
             heads.check_state(running)
             largest = heads.read(attention_stats)
             # Not `both` at first: a head that sees no key has -inf, below UNKNOWN.

@@ -111,7 +111,8 @@ def qk_clip(
     **Arguments:**
 
     - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
-        logits and clips nothing.
+        logits and clips nothing. With `model` it also watches logits that no parameter
+        scales.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it, whose
         values after the first step are clipped to that range.
     - `model`: the result of [`read_model`][]; its attention layers are clipped.
@@ -163,7 +164,7 @@ def qk_clip(
     """
     threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
     alpha = number("alpha", alpha, SHARE, "a schedule")
-    layers = attention_of(model, attention)
+    layers = attention_of(model, attention, threshold)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
@@ -264,7 +265,7 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
     number("alpha", alpha, SHARE, "a schedule")
     if swapped := read_attention_stats(params):
         raise ValueError(
@@ -273,7 +274,7 @@ def clip_qk(
         )
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
-    heads = Heads(layout, attention_of(model, attention))
+    heads = Heads(layout, attention_of(model, attention, threshold))
     *_, scale_at = heads.clip(attention_stats, threshold, alpha, _at)
     scaled = [
         _scale_weight(x, scale_at[path]) if path in scale_at else x

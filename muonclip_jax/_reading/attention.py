@@ -45,6 +45,7 @@ class Layer:
     # Loops whose trips have parameters of their own, the outermost first, and loops
     # whose trips are different heads.
     loops: tuple[Any, ...] = ()
+    sizes: tuple[int, ...] = ()  # of these loops
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
     # Recorded logits may be those of several layers: `(*loops, recorded heads)`. This
@@ -53,7 +54,8 @@ class Layer:
     recorded: int = 0
     own_heads: list[int] | None = None
     places: np.ndarray | None = None
-    refusal: str = ""
+    refusal: str = ""  # why its heads are not known
+    unscaled: str = ""  # why no parameter scales them, if they are
     unclear: str = ""  # why its statistic cannot be recorded
 
     @property
@@ -63,6 +65,12 @@ class Layer:
     @property
     def line(self) -> str:
         return self.products[0].line
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of its statistic, `(*stack, heads)`."""
+        stack = self.sizes if self.places is None else self.places.shape[:-1]
+        return (*stack, self.heads)
 
     @property
     def stacked(self) -> tuple[Any, ...]:
@@ -190,6 +198,7 @@ class LayerReader:
                 "product and its softmax"
             )
         layer.loops = tuple(x.of for x in self.divider.trips.loops)
+        layer.sizes = tuple(x.size for x in self.divider.trips.loops)
         layer.loops_of_heads = self.divider.loops_of_heads
         if not self.classes:
             layer.refusal = self.refusals[0] if self.refusals else ""
@@ -216,14 +225,16 @@ class LayerReader:
                 )
             else:
                 pairs.append(pair)
+        # Where nothing scales, nothing tells layers apart: each trip has its number.
+        is_each = bool(refusals) and cells.trips == (1 << self.divider.trips.number) - 1
         return dataclasses.replace(
             layer,
             heads=heads,
             pairs=pairs,
             makers=one.makers,
             own_heads=members(cells.heads) if heads < layer.recorded else None,
-            places=places(one.trips),
-            refusal=refusals[0] if refusals else "",
+            places=None if is_each else places(one.trips),
+            unscaled=refusals[0] if refusals else "",
         )
 
     def _check_loops(self) -> None:

@@ -23,6 +23,13 @@ class NamedLayer(NamedTuple):
     refusal: str  # why it cannot, for people; else empty
     found: tuple[Layer, ...]  # several if one layer is called several times
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it has a statistic, which may be one that nothing scales."""
+        is_known = not any(x.refusal or x.unclear for x in self.found)
+        is_known &= all(x.unscaled and x.sites for x in self.found)
+        return self.layer is not None or is_known
+
     def read(self, leaf_paths: Sequence[paths.Path]) -> "LayerRead":
         """Returns what a reading keeps of the layer, for its table."""
         lines = dict.fromkeys(layer.line for layer in self.found)
@@ -41,7 +48,7 @@ class NamedLayer(NamedTuple):
             self.path,
             self.layer,
             self.refusal,
-            self.found[0].heads,
+            self.found[0].shape if self.is_recorded else None,
             (*lines,),
             (*words,),
             tuple(leaf_paths[i] for i in makers),
@@ -54,7 +61,7 @@ class LayerRead(NamedTuple):
     path: paths.Path
     layer: AttentionLayer | None
     refusal: str
-    heads: int
+    shape: tuple[int, ...] | None  # of its statistic, `(*stack, heads)`, if it has one
     lines: tuple[str, ...]  # of its calls
     biases: tuple[str, ...]  # in words
     makers: tuple[paths.Path, ...]  # all parameters that made query and key
@@ -63,6 +70,11 @@ class LayerRead(NamedTuple):
     def where(self) -> str:
         """The layer's path, and the line of its first call."""
         return f"{paths.show_module(self.path)} at {self.lines[0]}"
+
+    @property
+    def said(self) -> str:
+        """Where it is, and why it cannot be scaled."""
+        return f"{self.where}: {self.refusal}"
 
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
@@ -139,6 +151,17 @@ def named_layers(
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
+    # A statistic that no clip needs takes a path that is free: that of the module, or
+    # of the first leaf, with a number if need be.
+    taken = {x.path for x in named if x.layer is not None}
+    for i, x in enumerate(named):
+        if x.layer is None and x.is_recorded:
+            first = leaf_paths[min(y for of in x.found for y in of.makers)]
+            numbered = ((*first, str(n)) for n in itertools.count())
+            free = itertools.chain([x.path, first], numbered)
+            path = next(y for y in free if y not in taken)
+            taken.add(path)
+            named[i] = x._replace(path=path)
     return named
 
 
@@ -151,8 +174,8 @@ def _roles(
     layer: Layer, leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> tuple[Roles, str]:
     """Returns query, key and rotary query by paths from the root, or a refusal."""
-    if layer.refusal:
-        return (), layer.refusal
+    if why := layer.refusal or layer.unscaled:
+        return (), why
     pairs = [(pair.query, pair.key) for pair in layer.pairs]
     query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
     shares, as_one = (

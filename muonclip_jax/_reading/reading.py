@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ class ModelReading:
     - `labels`: a tree like the params, of `"matrix"`, `"embedding"`, `"head"`,
         `"router"`, `"vector"` or `"frozen"`, as from [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
+    - `layers`: these and those that it cannot scale, with the reason.
     - `unknown`: paths of the leaves whose use could not be read: the function does not
         use them, or passes them to an operation that hides their use. Names decide on
         these. Where they do not either, `labels` has `"vector"`, and the optimizer
@@ -62,18 +63,18 @@ class ModelReading:
     attention: tuple[AttentionLayer, ...]
     unknown: tuple[str, ...]
     not_clipped: tuple[str, ...]
-    # The arrays among the params, as shapes, with the verdict on each; attention layers
-    # that can and cannot be scaled; and operations that may hide more attention.
+    layers: tuple[LayerRead, ...] = dataclasses.field(repr=False)
+    # The arrays among the params, as shapes, with the verdict on each; and operations
+    # that may hide more attention.
     _tree: paths.PathedTree = dataclasses.field(repr=False)
     _verdicts: tuple[Verdict, ...] = dataclasses.field(repr=False)
-    _layers: tuple[LayerRead, ...] = dataclasses.field(repr=False)
     _hidden: tuple[str, ...] = dataclasses.field(repr=False)
 
     @property
     def _key(self) -> tuple[Any, ...]:
         """All that this says, hashable; labels and axes follow from the verdicts."""
         leaves = self._tree.paths, self._tree.leaves, self._verdicts
-        return (*leaves, self._layers, self.not_clipped, self._hidden)
+        return (*leaves, self.layers, self.not_clipped, self._hidden)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModelReading):
@@ -102,16 +103,16 @@ class ModelReading:
         return {path: tuple(map(int, leaf.shape)) for path, leaf in rows}
 
     @property
-    def makers(self) -> Mapping[str, Sequence[paths.Path]]:
-        """All parameters that made query and key, by the path of their layer."""
-        return {x.layer.path: x.makers for x in self._layers if x.layer is not None}
-
-    @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
-        layers = [f"{x.where}: {x.refusal}" for x in self._layers if x.layer is None]
-        hidden = [f"{what}, which may be attention" for what in self._hidden]
-        return (*layers, *hidden)
+        layers = (x.said for x in self.layers if x.layer is None)
+        return (*layers, *self._hidden)
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """The part of `refused` whose logits are not even known: where, and why."""
+        layers = (x.said for x in self.layers if x.shape is None)
+        return (*layers, *self._hidden)
 
     def table(self, *, collapse: bool = True) -> Table:
         """Returns the printed table; `collapse=False` lists every leaf and layer."""
@@ -139,7 +140,7 @@ class ModelReading:
             numbered = enumerate(self.attention)
             bound = [BoundLayer(x, tree.by_path(), i, 0) for i, x in numbered]
             scaled = {id(use) for use, _ in scaled_leaves(bound)}
-            clipped = (x for x in self._layers if x.layer is not None)
+            clipped = (x for x in self.layers if x.layer is not None)
             pairs = zip(clipped, bound, strict=True)
             layers = [_layer_row(read, layer, scaled) for read, layer in pairs]
         except ValueError as error:
@@ -254,11 +255,11 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         tuple(n.layer for n in named if n.layer is not None),
         tuple(paths.show(p) for p, _, v in shown.rows(said) if v.source == "unread"),
         tuple(x.read(shown.paths).where for x in not_clipped),
+        tuple(x.read(shown.paths) for x in named),
         # Not the structure, which pickle does not know: labels have it.
         shown._replace(treedef=None, axis_names=dict(shown.axis_names)),
         tuple(said),
-        tuple(x.read(shown.paths) for x in named),
-        tuple(hidden),
+        tuple(f"{what}, which may be attention" for what in hidden),
     )
     return reading, named, hidden
 
@@ -280,7 +281,8 @@ def _layer_row(
         roles += [f"{name} {leaves}"] if uses else []
     roles += read.biases
     lines = ", ".join(read.lines)
-    return [paths.show_module(read.path), str(read.heads), lines, "; ".join(roles)]
+    heads = str(read.shape[-1]) if read.shape else "-"
+    return [paths.show_module(read.path), heads, lines, "; ".join(roles)]
 
 
 def _axes(verdict: Verdict, rank: int) -> str:

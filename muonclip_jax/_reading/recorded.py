@@ -55,8 +55,8 @@ def record_attention(
     The statistic is the maximum over batch, queries and keys of the scaled logits of
     all visible pairs. It is taken before a softcap, and without biases that do not
     depend on query or key. An array that is added to the logits hides a pair where its
-    entry is -9,900 or less. Layers that [`qk_clip`][] cannot scale have no statistic:
-    `read_model(...).refused` lists them.
+    entry is -9,900 or less. Logits that no parameter scales are recorded, too, so that
+    they can be watched; what is not, `read_model(...).unrecorded` lists.
 
     **Arguments:**
 
@@ -69,7 +69,8 @@ def record_attention(
 
     **Returns:** a function of the same arguments that returns `(out, stats)`, or
     `(out, (aux, stats))` with `has_aux`. Pass `stats` as `attention_stats`. It has a
-    leaf `<path of the layer>/max_logits` for each layer of `read_model(...).attention`.
+    leaf `<path of the layer>/max_logits` for each layer of `read_model(...).attention`,
+    and for each that is recorded and not scaled.
     The shape is `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
 
     **Raises:** `ValueError` if `fun` is no function, or returns no pair with `has_aux`;
@@ -131,7 +132,6 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
             "instead; if it is not, give strict=False"
         )
-    clipped = [named for named in layers if named.layer is not None]
     # Layers that one loop runs, or one product has, are recorded together.
     every = _sites(layers)
     own = {id(site): (layer, site) for layer, site in every}
@@ -140,7 +140,7 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
     by_site = {key: recorded[n] for n, key in enumerate(own)}
     stats: dict[str, Any] = {}
-    for named in clipped:
+    for named in (x for x in layers if x.is_recorded):
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         for layer, site in ((x, y) for x in named.found for y in x.sites):
             x = _of_layer(layer, by_site[id(site)])
@@ -154,11 +154,11 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
 
 def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
     """Returns where to record the layers that have a statistic."""
-    clipped = [x for named in layers if named.layer is not None for x in named.found]
-    for layer in clipped:
+    recorded = [x for named in layers if named.is_recorded for x in named.found]
+    for layer in recorded:
         if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
-    return [(layer, site) for layer in clipped for site in layer.sites]
+    return [(layer, site) for layer in recorded for site in layer.sites]
 
 
 def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
