@@ -16,7 +16,7 @@ MESHES = {
     "four": ["--simulate-devices=4"],
     "fsdp": ["--simulate-devices=8"],
     "tensor": ["--simulate-devices=8", "--fsdp=4", "--tensor=2"],
-    "processes": ["--num-processes=2"],
+    "processes": ["--num-processes=2", "--simulate-devices=4"],
 }
 
 
