@@ -225,7 +225,7 @@ class LayerReader:
                 )
             else:
                 pairs.append(pair)
-        # Where nothing scales, nothing tells layers apart: each trip has its number.
+        # Where nothing scales, layers do not differ: each trip has a number of its own.
         is_each = bool(refusals) and cells.trips == (1 << self.divider.trips.number) - 1
         return dataclasses.replace(
             layer,
