@@ -108,12 +108,12 @@ def scalars(
     check_params("scalars(opt_state, params)", params)
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
-        every = layers_of(model, attention, only_watches=True)
-        # An optimizer that clips the layers that can be clipped does not watch others.
-        some = layers_of(model, model.attention) if model is not None else every
-        tried = [Heads(read_layout(params), x) for x in (every, some)]
-        fitting = [x for x in tried if x.count == clip.gamma.size] or tried
-        found |= _of_heads(clip, fitting[0], flag("heads", heads))
+        layout = read_layout(params)
+        own = Heads(layout, layers_of(model, attention, only_watches=True))
+        if own.count != clip.gamma.size and model is not None and attention is None:
+            # An optimizer that was given the layers to clip does not watch others.
+            own = Heads(layout, layers_of(model, model.attention))
+        found |= _of_heads(clip, own, flag("heads", heads))
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)
     labels = param_labels(params, model=model, dimension_numbers=dimension_numbers)

@@ -89,8 +89,7 @@ Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 class LayersRead(NamedTuple):
     """The attention layers of a reading; the params may lack some of their leaves.
 
-    Those that nothing scales are watched: they have no leaves, and no number is above
-    their threshold.
+    A layer that nothing scales is watched: it has no leaves and an infinite threshold.
     """
 
     model: Model

@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of its statistic, `(*stack, heads)`."""
+        """The shape of its statistic, `(*stack, heads)`."""
         stack = self.sizes if self.places is None else self.places.shape[:-1]
         return (*stack, self.heads)
 

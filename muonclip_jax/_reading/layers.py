@@ -156,7 +156,8 @@ def named_layers(
     taken = {x.path for x in named if x.layer is not None}
     for i, x in enumerate(named):
         if x.layer is None and x.is_recorded:
-            first = leaf_paths[min(y for of in x.found for y in of.makers)]
+            makers = {y for of in x.found for y in of.makers}
+            first = leaf_paths[min(makers)] if makers else x.path
             numbered = ((*first, str(n)) for n in itertools.count())
             free = itertools.chain([x.path, first], numbered)
             path = next(y for y in free if y not in taken)

@@ -72,6 +72,7 @@ def recorded(fun, stack=False):
     return params, reading, stats, grads
 
 
+@pytest.mark.more
 def test_they_are_recorded_and_logged_and_nothing_is_clipped():
     params, reading, stats, grads = recorded(loss)
     assert not reading.attention and len(reading.refused) == 2
@@ -108,6 +109,7 @@ def test_only_clipping_is_the_error():
         mc.clip_qk(PARAMS, {}, 100.0, model=reading)
 
 
+@pytest.mark.more
 def test_next_to_layers_that_are_clipped():
     """Watched all together; or the others are clipped, and its statistic is let by."""
     params, reading, stats, grads = recorded(mixed)
