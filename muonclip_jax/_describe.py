@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 import optax
+from jax.sharding import AxisType
 
 from ._calls import explained
 from ._layout.layout import Layout, read_layout
-from ._layout.shardings import Leaf
+from ._layout.shardings import Leaf, mesh_axes
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import Matrices, MatrixView, plan_stacks
 from ._model.attention_layers import Attention, Layers, layers_of
@@ -50,7 +51,8 @@ def describe(
 
     Rows of repeated layers that differ only in their index are one row, `blocks/0-11`.
     Below are the parameters and the bytes of state of each optimizer, for momentum in
-    the dtype of the params. In a notebook the table is HTML.
+    the dtype of the params. In a notebook the table is HTML. If params are arrays on a
+    mesh with automatic axes that cut matrices, a line says what `shardings=` spares.
 
     Matrices are given as count x fan-in x fan-out. "why" is the reason for the
     optimizer, with a question mark if the evidence is weak. "attention" is the leaf's
@@ -128,8 +130,31 @@ def describe(
         stacked = [*map(str, plan_stacks(enumerate(pieces)))] or ["nothing"]
         blocks += [["orthogonalized together:", *stacked]]
     blocks += [[refusal]] if refusal else []
+    blocks += [_untold(layout)]
     read = model if attention is None else None
     return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
+
+
+def _untold(layout: Layout) -> list[str]:
+    """What `shardings=` spares under `jit`, if automatic axes cut matrices."""
+    mesh, leaves = layout.on_mesh(layout.leaves)
+    if mesh is None or AxisType.Auto not in mesh.axis_types:
+        return []
+    cut: dict[str, None] = {}
+    for leaf in leaves:
+        if leaf.view and leaf.spec:
+            of_matrices = {*leaf.view.reduction, *leaf.view.output}
+            axes = [x for i, x in enumerate(leaf.spec) if i in of_matrices]
+            cut |= dict.fromkeys(name for entry in axes for name in mesh_axes(entry))
+    sizes = {name: mesh.shape[name] for name in cut if mesh.shape[name] > 1}
+    if not sizes:
+        return []
+    axes = ", ".join(f"'{name}' ({size})" for name, size in sizes.items())
+    return [
+        f"the mesh cuts matrices along {axes}",
+        "under jit give muon(..., shardings=): without it up to 2.2 times as much is "
+        "sent on the meshes of our tests",
+    ]
 
 
 def _totals(layout: Layout) -> list[str]:

@@ -1,6 +1,8 @@
 """The table that shows what happens to each leaf."""
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import inputs, nnx_model, normal, ScannedModel
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from layers import flat_layer
 from optax.contrib import MuonDimensionNumbers
 
@@ -15,6 +19,7 @@ import muonclip_jax as mc
 
 
 pytestmark = pytest.mark.usefixtures("every_container")
+RECORD = pathlib.Path(__file__).parent / "data" / "exchanges.json"
 
 
 def rows(text):
@@ -338,3 +343,27 @@ def test_a_model_without_attention_is_said_to_have_none():
     assert "no attention was found" not in str(with_attention)
     # Names alone did not look for all that may be attention.
     assert "no attention" not in mc.describe(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "is_said"),
+    [
+        (AxisType.Auto, P(None, "data", "model"), True),
+        (AxisType.Auto, P("data"), False),  # devices hold whole matrices
+        (AxisType.Auto, P(), False),
+        (AxisType.Explicit, P(None, "data", "model"), False),  # the types say it
+    ],
+)
+def test_params_on_a_mesh_say_what_shardings_spare(kind, spec, is_said):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    sharding = NamedSharding(mesh, spec)
+    params = {"experts": jax.device_put(jnp.ones((4, 8, 16)), sharding)}
+    table = mc.describe(params, dimension_numbers={"*": MuonDimensionNumbers(1, 2)})
+    along = "the mesh cuts matrices along 'data' (4), 'model' (2)"
+    assert (along in table) == ("shardings=" in table) == is_said
+    # The most on record.
+    most = max(
+        sum(of["nothing said"].values()) / sum(of["shardings given"].values())
+        for of in json.loads(RECORD.read_text()).values()
+    )
+    assert (f"up to {most:.1f} times" in table) == is_said
