@@ -30,7 +30,7 @@ class NormalizeNeuronsState(NamedTuple):
     """State of [`normalize_neurons`][]: a mean square for each neuron.
 
     - `v`: float32, a dict by the path of the leaf; the leaf's shape, but 1 along the
-        shorter axis of its matrices.
+        shorter axis of its matrices, the inputs of square ones.
 
     !!! example
 
@@ -63,8 +63,9 @@ def normalize_neurons(
 
     The mean is over the shorter axis, so that there is one $v$ for each entry of the
     longer one: along the shorter axis orthogonalization has already equalized the
-    norms. Square matrices do not change. Every matrix keeps its Frobenius norm, so the
-    learning rate need not change. Put it after [`scale_by_muon`][], with the same axes.
+    norms. A square matrix has one $v$ for each output: a few steps of Newton-Schulz
+    leave its norms uneven. Every matrix keeps its Frobenius norm, so the learning rate
+    need not change. Put it after [`scale_by_muon`][], with the same axes.
     On a mesh only vectors are exchanged.
 
     **Arguments:**
@@ -95,7 +96,8 @@ def normalize_neurons(
     ??? cite "References"
 
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
-        for each output; modded-nanogpt and nanochat use the longer axis.
+        for each output; modded-nanogpt and nanochat use the longer axis, and of square
+        matrices the outputs.
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
@@ -162,8 +164,7 @@ def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
     found = {}
     for j, part in enumerate(pieces_of(view)):
         piece = part.view
-        if not (short := _short_axes(piece)):
-            continue
+        short = _short_axes(piece)
         if view.division is None:
             return {path: dict.fromkeys(short, 1)}
         # Outputs of a piece are one axis of its state, and not sharded.
@@ -171,9 +172,9 @@ def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
         outer = set(range(len(view.shape))) - {*view.output}
         count = math.prod(kept[at] for at, i in enumerate(part.of) if i not in outer)
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
-        is_wide = piece.fan_in < piece.fan_out
+        is_of_outputs = short == piece.reduction
         found[f"{path}/{j}"] = sizes | dict.fromkeys(
-            view.reduction if is_wide else (), 1
+            view.reduction if is_of_outputs else (), 1
         )
     return found
 
@@ -193,14 +194,12 @@ def _normalize_leaf(
 
     def normalize(o: jax.Array, *state: jax.Array) -> list[jax.Array]:
         pieces, unite = divide([Matrices(gather(o, of_outputs), view, others)])
-        waiting, after, results = list(state), [], []
-        for piece in pieces:
-            x = piece.array
-            if short := _short_axes(piece.view):
-                v = waiting.pop(0)
-                shape = [1 if i in short else n for i, n in enumerate(x.shape)]
-                x, new = _normalize(piece, v.reshape(shape), b2, eps)
-                after.append(new.reshape(v.shape))
+        after, results = [], []
+        for piece, v in zip(pieces, state, strict=True):
+            short = _short_axes(piece.view)
+            shape = [1 if i in short else n for i, n in enumerate(piece.array.shape)]
+            x, new = _normalize(piece, v.reshape(shape), b2, eps)
+            after.append(new.reshape(v.shape))
             results.append(x)
         (whole,) = unite(results)
         return [own_block(whole, of_outputs), *after]
@@ -210,10 +209,8 @@ def _normalize_leaf(
 
 
 def _short_axes(view: MatrixView) -> tuple[int, ...]:
-    """The axes to take the mean over; none where there is nothing to do."""
-    if view.fan_in == view.fan_out:
-        return ()
-    return view.reduction if view.fan_in < view.fan_out else view.output
+    """The axes to take the mean over."""
+    return view.reduction if view.fan_in <= view.fan_out else view.output
 
 
 def _normalize(

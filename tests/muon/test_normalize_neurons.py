@@ -26,6 +26,7 @@ LEAVES = {
     "tall": ((10, 6), (0,), (1,), "io->io"),
     "turned": ((10, 6), (1,), (0,), "oi->io"),
     "square": ((6, 6), (0,), (1,), "io->io"),
+    "square and turned": ((6, 6), (1,), (0,), "oi->io"),
     "stacked": ((3, 6, 10), (1,), (2,), "nio->nio"),
     "stacked last": ((6, 3, 10), (0,), (2,), "ino->nio"),
     "per head": ((12, 3, 4), (0,), (2,), "ino->nio"),
@@ -57,13 +58,12 @@ def naive(updates, b2, eps):
         for n, o in enumerate(matrix_list):
             rows, columns = o.shape
             u = o.copy()
-            if rows != columns:
-                for k in range(max(rows, columns)):
-                    neuron = (slice(None), k) if columns > rows else (k, slice(None))
-                    mean = np.mean(o[neuron] ** 2)
-                    v[n, k] = b2 * v.get((n, k), 0.0) + (1 - b2) * mean
-                    u[neuron] = o[neuron] / np.sqrt(max(v[n, k], eps))
-                u *= np.linalg.norm(o) / np.linalg.norm(u)
+            for k in range(max(rows, columns)):
+                neuron = (slice(None), k) if columns >= rows else (k, slice(None))
+                mean = np.mean(o[neuron] ** 2)
+                v[n, k] = b2 * v.get((n, k), 0.0) + (1 - b2) * mean
+                u[neuron] = o[neuron] / np.sqrt(max(v[n, k], eps))
+            u *= np.linalg.norm(o) / np.linalg.norm(u)
             result.append(u)
         results.append(result)
     return results
