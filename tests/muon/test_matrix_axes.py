@@ -57,9 +57,7 @@ def test_all_of_them_in_one_tree():
 def neurons_by_hand(matrix, v, b2=0.9):
     """NorMuon's step (arXiv:2510.05491, Algorithm 1) along the longer side."""
     m, n = matrix.shape
-    if m == n:
-        return matrix, v
-    mean = np.square(matrix).mean(0 if m < n else 1, keepdims=True)
+    mean = np.square(matrix).mean(0 if m <= n else 1, keepdims=True)
     v = b2 * v + (1 - b2) * mean
     divided = matrix / np.sqrt(v)
     return divided * np.linalg.norm(matrix) / np.linalg.norm(divided), v
