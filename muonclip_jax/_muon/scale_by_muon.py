@@ -91,9 +91,10 @@ def scale_by_muon(
         close that stays to float32.
     - `model`: what [`read_model`][] returns: which leaves are matrices, and along which
         axes. For leaves that it does not know, names decide.
-    - `dimension_numbers`: a tree of `mc.MuonDimensionNumbers` or [`MatrixAxes`][], a
-        prefix of one, a mapping from patterns of paths, or a function of the params. It
-        overrides `model`; the default is [`flax_dimension_numbers`][] with `per_head`.
+    - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers` or
+        [`MatrixAxes`][], a prefix of one, a mapping from patterns of paths, or a
+        function of the params. It overrides `model`; the default is
+        [`flax_dimension_numbers`][] with `per_head`.
     - `per_head`: whether every head of a query and a key is a matrix of its own, as in
         Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5: as an axis, or in a flat or
         fused kernel. With a `model` these are the heads that it shows; without, the

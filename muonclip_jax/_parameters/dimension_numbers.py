@@ -248,7 +248,7 @@ def resolve_verdicts(
             tree,
             name="dimension_numbers",
             is_entry=is_axes,
-            expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
+            expected="optax.contrib.MuonDimensionNumbers, mc.MatrixAxes",
             remedy="; to give rules and have the rest found automatically, write "
             "patterns, such as 'mlp*' in place of 'mlp'",
         )

@@ -136,7 +136,8 @@ def by_pattern(
         if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
             raise ValueError(
                 f"dimension_numbers of '{pattern}' is {entry!r}; expected "
-                "mc.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or 'auto'"
+                "optax.contrib.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or "
+                "'auto'"
             )
     found: dict[Path, Any] = {}
     unused = dict.fromkeys(patterns)
