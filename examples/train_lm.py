@@ -11,11 +11,13 @@ Every optimizer sees the same initial weights and the same batches. Results go t
 
 import sys
 
+from memory import keep_freed_memory
 from train_lm_options import OPTIMIZERS, parse_args
 
 
 def main() -> None:
     args = parse_args(__doc__)
+    keep_freed_memory()
     # Only now, since importing JAX takes seconds that `--help` need not wait for.
     from train_lm_loop import compare, describe, saved_steps
 
