@@ -187,9 +187,9 @@ def broadcast(
     entries = dict(spec.rows())
     for path, entry in entries.items():
         if not is_leaf(entry):
+            got = shown(entry) if paths.is_array(entry) else repr(entry)
             raise ValueError(
-                f"{name} at '{show(path)}' is {shown(entry)}; it must be {expected} "
-                "or None"
+                f"{name} at '{show(path)}' is {got}; it must be {expected} or None"
             )
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.

@@ -18,7 +18,7 @@ from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
-from .calls import Call, call_of
+from .calls import Call, call_of, check_function
 from .fact import members
 from .facts import Facts
 from .graph import Graph
@@ -202,6 +202,7 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
+    check_function(fun)
     given = jax.tree.leaves(paths.params_of(params))
     arrays = filter(paths.is_array, given)
     if given and not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
