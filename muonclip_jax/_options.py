@@ -64,10 +64,13 @@ def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
     kinds = " or ".join(("a number", *others))
     # Schedules are the likely mistake where optax has them for some arguments only.
     if callable(value):
-        raise ValueError(
-            f"{name} must be {kinds}, got {shown(value)}; it takes no schedule: use "
-            f"optax.inject_hyperparams(...)(..., {name}=schedule)"
+        remedy = (
+            f"it takes no schedule: use optax.inject_hyperparams(...)(..., {name}="
+            "schedule)"
+            if name.isidentifier()
+            else "call what makes the schedule"
         )
+        raise ValueError(f"{name} must be {kinds}, got {shown(value)}; {remedy}")
     # By type: a bool is an int to Python, and a string of digits converts, but neither
     # was meant as a number.
     dtype = getattr(value, "dtype", type(value))
@@ -132,6 +135,11 @@ def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
     """The value as a dtype of 16 bits or more, or `also`; `None` stays."""
     if value is None:
         return None
+    if hasattr(value, "shape") and not isinstance(value, np.dtype):
+        raise ValueError(
+            f"{name} must be a dtype, got {shown(value)}. optax.inject_hyperparams "
+            f"calls a type as a schedule, unless it is given static_args=({name!r},)"
+        )
     try:
         found = jnp.dtype(value)
     except (TypeError, ValueError):

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from ._calls import explained
 from ._layout.layout import read_layout
 from ._model.attention_layers import Attention, layers_of
+from ._model.statistics import read_attention_stats
 from ._muon.momentum import ScaleByMuonState
 from ._options import flag
 from ._parameters import paths
@@ -105,7 +106,8 @@ def scalars(
         >>> numbers["gamma/attn/head_1"], numbers["param_norm/matrix"]
         (0.25, 11.3137...)
     """
-    check_params("scalars(opt_state, params)", params)
+    call = "scalars(opt_state, params)"
+    check_params(call, params)
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
@@ -114,6 +116,9 @@ def scalars(
             # An optimizer that was given the layers to clip does not watch others.
             own = Heads(layout, layers_of(model, model.attention))
         found |= _of_heads(clip, own, flag("heads", heads))
+    elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
+        got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
+        raise ValueError(f"scalars needs a state, got {got}: call {call}")
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)
     labels = param_labels(params, model=model, dimension_numbers=dimension_numbers)

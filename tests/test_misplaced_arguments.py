@@ -51,6 +51,10 @@ WRONG_GRADIENTS = {
         lambda g: (jnp.float32(0), g),
         r"got \(value, gradients\), as jax.value_and_grad",
     ),
+    "its loss alone": (
+        lambda g: jnp.float32(0),
+        r"the gradients lack 'key', 'query', 'value'; the params lack '\(the array it",
+    ),
     "that broadcasts": (
         lambda g: g | {"key": ones(1, 8)},
         r"the gradient of 'key' has shape \(1, 8\), but",
@@ -84,6 +88,11 @@ MISPLACED = {
     "labels of a reading": lambda r, *_: mc.param_labels(r),
     "labels of a state": lambda r, g, s, state: mc.param_labels(state),
     "mask of a state": lambda r, g, s, state: mc.matrix_mask(state),
+    "clip a train state": lambda r, g, s, state: mc.clip_qk(
+        {"params": PARAMS, "opt_state": state}, s, model=r
+    ),
+    "layers of a function": lambda *_: mc.flax_attention_layers(loss),
+    "labels of a function": lambda *_: mc.param_labels(loss),
     "numbers of a state": lambda r, g, s, state: mc.flax_dimension_numbers(state),
 }
 
@@ -92,6 +101,46 @@ MISPLACED = {
 def test_what_is_given_for_params_is_named(call):
     with pytest.raises(ValueError, match="^[a-z_]+ needs the params, got (a|the) "):
         MISPLACED[call](*made())
+
+
+def test_scalars_want_the_state_and_neither_optimizer_nor_statistics():
+    reading, _, stats, _ = made()
+    for got, given in {"the optimizer": mc.muon(0.1), "attention st": stats}.items():
+        with pytest.raises(ValueError, match=f"scalars needs a state, got {got}"):
+            mc.scalars(given, PARAMS, model=reading)
+
+
+def test_containers_of_two_kinds_are_named():
+    tx, leaves = mc.muon(0.1), [ones(8, 8)]
+    with pytest.raises(ValueError, match="containers differ, in tuple and list$"):
+        tx.update((*leaves,), tx.init(leaves), leaves)
+
+
+def test_params_in_place_of_shardings_are_shown_in_short():
+    with pytest.raises(
+        ValueError, match=r"at 'key' is an array of float32 \(8, 8\); it"
+    ):
+        mc.muon(0.1, shardings=PARAMS).init(PARAMS)
+
+
+UNREADABLE = {
+    "swapped": (loss, X.astype(int), "needs params that are floats, got an array of"),
+    "a class": (loss, object, "needs params that are floats, got the function object"),
+    "shapes": (loss, {"query": (8, 8)}, "needs params that are floats"),
+    "no return": (lambda p, x: (loss(p, x), None)[1], PARAMS, "nothing .* depends on"),
+    "others": (
+        lambda p, x: loss(PARAMS, x),
+        PARAMS,
+        "nothing .* depends on its params",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", UNREADABLE)
+def test_readings_that_could_say_nothing(which):
+    fun, params, message = UNREADABLE[which]
+    with pytest.raises(ValueError, match=message):
+        mc.read_model(fun, params, X)
 
 
 BY_POSITION = {

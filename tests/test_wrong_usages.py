@@ -79,8 +79,7 @@ FLAG_OR_NONE = FLAG | {"none"}
 WHOLE: set[str] = set()
 WHOLE_OR_NONE = {"none"}
 CHOICE: set[str] = set()
-# An array says its own dtype.
-DTYPE = {"none", "array"}
+DTYPE = {"none"}
 SCHEDULE = {"function"}
 FUNCTION_OR_NONE = {"none", "function"}
 TREE_OR_NONE = {"none"}
@@ -116,8 +115,8 @@ CLIP["attention"] = TREE_OR_NONE
 LOGITS = {
     "query": ARRAY,
     "key": ARRAY,
-    "bias": BROADCAST,
-    "mask": BROADCAST,
+    "bias": BROADCAST - {"bool"},
+    "mask": BROADCAST - {"negative"},
     "is_causal": FLAG,
     "scale": NUMBER_OR_NONE | {"negative"},
     "local_window_size": WINDOW,
@@ -392,6 +391,14 @@ WRONG = {
         ),
         r"optax.inject_hyperparams calls .*static_args=\('orthogonalizer',\)",
     ),
+    "a dtype that was called as a schedule": (
+        lambda: optax.inject_hyperparams(mc.muon)(1e-3, mu_dtype=jnp.bfloat16).init({}),
+        r"mu_dtype must be a dtype, got an array .*static_args=\('mu_dtype',\)",
+    ),
+    "a schedule that was not made": (
+        clip(learning_rate=optax.constant_schedule),
+        "schedule learning_rate must be a number, .*; call what makes the schedule",
+    ),
     "a flag is traced": (
         lambda: jax.jit(lambda n: mc.muon(1e-3, nesterov=n) and n)(True),
         "nesterov must be True or False, known when tracing",
@@ -550,6 +557,10 @@ WRONG = {
         with_mask(jnp.ones_like),
         "weight_decay_mask at 'attn/key/kernel' must be True or False",
     ),
+    "a decay and its mask swapped": (
+        lambda: mc.add_cautious_decayed_weights(mc.matrix_mask, 0.1),
+        "^mask must be a tree or a function of the params, got 0.1",
+    ),
     "a decay mask of ones": (with_mask(lambda _: 1), "must be True or False, got 1"),
     "a decay mask of names": (clip(weight_decay_mask="kernel"), "weight_decay_mask at"),
     "a decay mask that is a list": (clip(weight_decay_mask=[True]), "has no entry for"),
@@ -595,6 +606,10 @@ WRONG = {
         "no statistics for the attention",
     ),
     "statistics are an array": (with_stats(jnp.ones(2)), "no statistics for the atten"),
+    "statistics with their loss": (
+        with_stats((jnp.float32(0), STATS)),
+        "no statistics for .*'attn', only '1/attn/max_logits'",
+    ),
     "a statistic is complex": (
         with_logits(jnp.ones(2) * 1j),
         "attn/max_logits' must be",
@@ -668,6 +683,11 @@ WRONG = {
     "nothing to orthogonalize": (orthogonalize(None), "x must be an array, got None"),
     "a tree": (orthogonalize({"w": QUERY}), "x must be an array, got {'w'"),
     "a mask of words": (attend(mask=["yes"] * 5), "mask must be an array, got"),
+    "a mask that is added": (
+        attend(mask=jnp.where(jnp.tri(5, dtype=bool), 0.0, -1e9)),
+        "mask has negative numbers: .* bias=",
+    ),
+    "a mask as a bias": (attend(bias=jnp.tri(5, dtype=bool)), "bias has bools.* mask"),
     "a bias that is complex": (
         attend(bias=ones(5, dtype=complex)),
         "bias must be real",
@@ -680,6 +700,7 @@ WRONG = {
         lambda: mc.max_logits(QUERY.astype(int), KEY),
         "query int32, key float32: each needs a floating-point dtype",
     ),
+    "a window of nothing": (attend(local_window_size=-3), "-3 hides every key"),
     "a window of three": (attend(local_window_size=(1, 2, 3)), "one number or a pair"),
     "a causal mask that is traced": (
         lambda: jax.jit(lambda x: mc.max_logits(QUERY, KEY, is_causal=x))(True),

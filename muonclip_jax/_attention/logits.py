@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._axes import explicit_spec, manual_axes, varying
@@ -245,7 +246,14 @@ def broadcasting(
     """Checks that an array broadcasts to `shape`; returns it without broadcasting."""
     if x is None:
         return None
-    x = jnp.asarray(array(name, x, real=True), dtype)
+    x = array(name, x, real=True)
+    if name == "bias" and x.dtype == bool:
+        raise ValueError("bias has bools, and is added to the logits: they are a mask")
+    # A mask of zeros and large negative numbers would hide what it means to show.
+    # Traced, it has no values yet.
+    if dtype is bool and not isinstance(x, Tracer) and np.any(np.asarray(x) < 0):
+        raise ValueError(f"{name} has negative numbers: what is added is bias=")
+    x = jnp.asarray(x, dtype)
     try:
         # Compare, because (3, 1) and (1, 4) broadcast to a shape larger than either.
         fits = np.broadcast_shapes(x.shape, shape) == tuple(shape)
@@ -297,6 +305,8 @@ def make_window(is_causal: bool, local: Any) -> Window:
         else None
         for keys in (before, after)
     )
+    if None not in (before, after) and before + after < 0:
+        raise ValueError(f"local_window_size {local} hides every key from every query")
     return before, after
 
 

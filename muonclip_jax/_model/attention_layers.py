@@ -14,6 +14,7 @@ from optax import MaskedNode
 
 from .._options import shown
 from .._parameters import names, paths
+from .._parameters.fit import check_params
 from .._parameters.given import check_model, check_read, Model
 from .._parameters.paths import is_masked
 from .._parameters.rules import ByNames
@@ -195,6 +196,7 @@ def flax_attention_layers(
             "optax.inject_hyperparams calls every function as a schedule, unless it "
             'is given static_args=("attention",)'
         )
+    check_params("flax_attention_layers(params)", params)
     return _by_names(paths.flatten(params), stack_axes)
 
 

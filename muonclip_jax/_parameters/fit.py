@@ -1,5 +1,6 @@
 """Whether params are params, and gradients, or updates, are theirs."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._calls import is_reading
+from .._options import shown
 from . import paths
 
 
@@ -16,8 +18,8 @@ def check_params(call: str, params: Any) -> None:
         got = "a reading (its table is print(reading), and it is given as model=)"
     elif any(map(_is_state, jax.tree.leaves(params, is_leaf=_is_state))):
         got = "the state of an optimizer"
-    elif params is None or isinstance(params, str):
-        got = repr(params)
+    elif params is None or isinstance(params, str) or inspect.isroutine(params):
+        got = shown(params)
     else:
         return
     name = call.partition("(")[0]
@@ -43,6 +45,10 @@ def check_fit(updates: Any, params: Any, kind: str = "gradient") -> None:
         theirs = treedef.flatten_up_to(params)
     except (TypeError, ValueError):
         raise ValueError(_how_they_differ(updates, params, kind)) from None
+    # One number, such as the loss, fits to a whole module for `flatten_up_to`.
+    beside = [x for x in theirs if not (paths.is_array(x) or paths.is_masked(x))]
+    if not jax.tree_util.all_leaves(beside):
+        raise ValueError(_how_they_differ(updates, params, kind))
     for i, (update, param) in enumerate(zip(mine, theirs, strict=True)):
         if paths.is_masked(update) or paths.is_masked(param):
             continue
@@ -67,7 +73,8 @@ def _how_they_differ(updates: Any, params: Any, kind: str) -> str:
     own, its = {*mine.paths}, {*theirs.paths}
     lacks = {f"{kind}s": its - own, "params": own - its}
     which = [f"the {x} lack {paths.show_all(sorted(y))}" for x, y in lacks.items() if y]
-    found += "; ".join(which) or "their containers differ"
+    kinds = " and ".join(type(x).__name__ for x in (updates, params))
+    found += "; ".join(which) or f"their containers differ, in {kinds}"
     others = [x for x in theirs.leaves if not paths.is_masked(x)]
     if not all(map(paths.is_array, others)):
         found += (

@@ -9,6 +9,7 @@ import jax
 
 from .._calls import is_reading
 from .._matrices.axes import is_axes
+from .._options import shown
 from . import paths
 from .paths import is_masked, Path, PathedTree, Shape, show
 from .verdict import Verdict
@@ -97,8 +98,9 @@ def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> No
     is_number = isinstance(given, bool | int | float) or paths.is_array(given)
     if is_number and (tree is None or tree.paths != ((),)):
         raise ValueError(
-            f"{name} is {given!r} for all leaves: optax.inject_hyperparams calls every "
-            f"function as a schedule, unless it is given static_args=({name!r},)"
+            f"{name} must be a tree or a function of the params, got {shown(given)}. "
+            "optax.inject_hyperparams calls every function as a schedule, unless it is "
+            f"given static_args=({name!r},)"
         )
 
 
@@ -186,8 +188,9 @@ def broadcast(
     entries = dict(spec.rows())
     for path, entry in entries.items():
         if not is_leaf(entry):
+            got = shown(entry) if paths.is_array(entry) else repr(entry)
             raise ValueError(
-                f"{name} at '{show(path)}' is {entry!r}; it must be {expected} or None"
+                f"{name} at '{show(path)}' is {got}; it must be {expected} or None"
             )
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.

@@ -334,9 +334,11 @@ class Heads:
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:
         missing = [layer.path for layer in self.layers if layer.path not in stats]
         if missing:
+            others = [(*path, STATISTIC) for path in stats if path not in self._known]
+            have = f", only {show_all(others)}" if others else ""
             raise ValueError(
                 "no statistics for the attention layers "
-                f"{show_all(sorted(missing))}. {_HOW_TO_RECORD}"
+                f"{show_all(sorted(missing))}{have}. {_HOW_TO_RECORD}"
             )
         strays = [
             (*path, STATISTIC)

@@ -27,7 +27,7 @@ from .._layout.state import begun, replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import begins, check_state, number, POSITIVE, SHARE
-from .._parameters.fit import check_fit
+from .._parameters.fit import check_fit, check_params
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
@@ -267,6 +267,7 @@ def clip_qk(
     """
     threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
     number("alpha", alpha, SHARE, "a schedule")
+    check_params("clip_qk(params, attention_stats)", params)
     if swapped := read_attention_stats(params):
         raise ValueError(
             f"the params hold the statistics of {show_all(swapped)}: "

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from .._model.attention_layers import AttentionLayer
 from .._model.bound_layer import BoundLayer
 from .._model.shares import scaled_leaves
-from .._options import flag
+from .._options import flag, shown
 from .._parameters import paths
 from .._parameters.dimension_numbers import completed, resolve_verdicts
 from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
-from .calls import Call, call_of
+from .calls import Call, call_of, check_function
 from .fact import members
 from .facts import Facts
 from .graph import Graph
@@ -202,7 +202,20 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
+    check_function(fun)
+    given = jax.tree.leaves(paths.params_of(params))
+    arrays = filter(paths.is_array, given)
+    if given and not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+        raise ValueError(
+            f"read_model needs params that are floats, got {shown(params)}: call "
+            "read_model(loss, params, *batch)"
+        )
     with call_of(fun, params, *args, **kwargs) as call:
+        if call.arrays and not _is_of_params(call):
+            raise ValueError(
+                "nothing that the function returns depends on its params: it must use "
+                "the params that it is given, and return the loss"
+            )
         reading, *others = (
             read_call(call._replace(body=body))[0]
             for body in [twin.body for twin in call.twins] or [call.body]
@@ -213,6 +226,16 @@ def read_model(
             "read it at the size that it runs at"
         )
     return reading
+
+
+def _is_of_params(call: Call) -> bool:
+    """Whether anything that the function returns depends on its parameters."""
+    jaxpr = call.original.jaxpr
+    found = {*map(id, jaxpr.invars[: len(call.arrays)])}
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(map(id, eqn.invars)):
+            found.update(map(id, eqn.outvars))
+    return not found.isdisjoint(map(id, jaxpr.outvars))
 
 
 def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
