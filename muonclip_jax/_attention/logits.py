@@ -251,7 +251,8 @@ def broadcasting(
         raise ValueError("bias has bools, and is added to the logits: they are a mask")
     # A mask of zeros and large negative numbers would hide what it means to show.
     # Traced, it has no values yet.
-    if dtype is bool and not isinstance(x, Tracer) and np.any(np.asarray(x) < 0):
+    is_known = dtype is bool and x.dtype != bool and not isinstance(x, Tracer)
+    if is_known and jnp.any(x < 0):
         raise ValueError(f"{name} has negative numbers: what is added is bias=")
     x = jnp.asarray(x, dtype)
     try:
