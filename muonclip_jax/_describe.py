@@ -115,7 +115,7 @@ def describe(
         roles, refusal = {}, str(error)
     rates, names, decays = (weight_decay, adam_weight_decay), _COLUMNS, None
     if any(x is not None for x in (*rates, weight_decay_mask)):
-        # Alongside the optimizer, which it is an argument of.
+        # The column stands next to the optimizer's.
         names = (*names[:4], "decay", *names[4:])
         decays = _decays(layout, *rates, weight_decay_mask)
     columns: list[Row] = [names, *(_row(x, roles, decays) for x in layout.leaves)]
@@ -136,7 +136,7 @@ def describe(
 
 
 def _untold(layout: Layout) -> list[str]:
-    """What `shardings=` spares under `jit`, if automatic axes cut matrices."""
+    """Says what `shardings=` spares under `jit`, if automatic axes cut matrices."""
     mesh, leaves = layout.on_mesh(layout.leaves)
     if mesh is None or AxisType.Auto not in mesh.axis_types:
         return []

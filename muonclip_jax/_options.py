@@ -53,7 +53,8 @@ def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
     """The value; `ValueError` for no real number, and for one out of range.
 
     `others` are further kinds that it may be: "an array", "a schedule", whose results
-    are checked in turn, "None". Without a range nothing waits for the value.
+    are checked in turn, "None". Without a range the value is not read, so that no step
+    waits for a device.
     """
     if value is None and "None" in others:
         return None

@@ -149,9 +149,9 @@ class Layout(NamedTuple):
             if leaf.view:
                 matrices = Matrices(leaf.array, leaf.view, spec or PartitionSpec())
                 found.setdefault(place, {})[i] = matrices
-        # There may be two places of one mesh, of which what is known goes first. It is
-        # exchanged by a plan, in fewer bytes than what XLA makes of constraints, and
-        # one leaf that nobody spoke of must not cost the others that.
+        # A mesh may have two places: leaves whose sharding is known, and others. The
+        # known ones are exchanged by a plan, which sends fewer bytes than XLA does, and
+        # one leaf of unknown sharding must not take that from the others.
         return sorted(found.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
@@ -339,9 +339,9 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
     """This device's block of a whole leaf, or of what broadcasts to one."""
     for axis, entry in enumerate(cut):
         names = mesh_axes(entry)
-        # What broadcasts along an axis is whole already.
+        # An array that broadcasts along an axis is whole already.
         if names and x.shape[axis] > 1:
-            # Of several axes in one entry the first is the major one, in `axis_index`
+            # The first of several axes in one entry is the major one, in `axis_index`
             # of a tuple as in a `PartitionSpec`.
             size = x.shape[axis] // jax.lax.axis_size(names)
             start = jax.lax.axis_index(names) * size

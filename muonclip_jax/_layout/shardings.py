@@ -23,8 +23,9 @@ Shardings = Any | Callable[[Any], Any]
 class Leaf(NamedTuple):
     """A leaf of a tree: where it is, and, once that is read, which matrices it holds.
 
-    - `array`: at hand; a block where mapped axes cut the leaf, or what hides it.
-    - `whole`: the same with the shape of the whole leaf.
+    - `array`: the array at hand, a block where mapped axes cut the leaf, or the
+        `MaskedNode` that hides it.
+    - `whole`: an array or a shape, of the whole leaf.
     - `given`: its entry in `shardings=`, or `None`.
     - `cut`: how mapped axes cut it; `PartitionSpec()` if it is whole.
     - `mesh`, `spec`: how a mesh shards it, as `Layout.on_mesh` finds; `None` if nobody
@@ -177,7 +178,7 @@ def check_one_mesh(leaves: Sequence[Leaf]) -> None:
 def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     """Raises if an array is known to be sharded otherwise than the user says."""
     (mesh, spec), (other, wanted) = own, given
-    # Of a tracer on a mesh of both kinds of axes only the explicit ones can be
+    # A tracer on a mesh of both kinds of axes shows the explicit ones alone, which are
     # compared.
     traced = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
     # An axis of one device cuts nothing.

@@ -46,8 +46,8 @@ def zeros_by_path(params: Any, layout: Layout, parts: Mapping[str, Any]) -> Any:
 def state_by_path(layout: Layout, state: Mapping[str, Any]) -> Any:
     """State that is not like the params, by their paths.
 
-    Without params it is one number: `optax.tree.map_params` makes a state without
-    them, and takes what is where that has a number for no part of the params.
+    Without params it is one number. `optax.tree.map_params` makes a state of no params
+    to find where a state has copies of them; a number there says that this is none.
     """
     return dict(state) if layout.leaves else jnp.zeros(())
 
@@ -94,7 +94,7 @@ def _put(
         results = [x if is_masked(x) or x.size else put(x) for x in results]
     traced = [i for i, (leaf, _) in enumerate(owned) if isinstance(leaf.array, Tracer)]
     for i in traced:
-        # Of automatic axes tracers say nothing.
+        # A tracer shows no automatic axes.
         leaf, part = owned[i]
         if leaf.given is None:
             axes, x = tuple(part.sizes), leaf.array

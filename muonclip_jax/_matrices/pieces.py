@@ -127,8 +127,8 @@ class _Slicing:
         rest = [a for a in outputs if a.inner < unit]
 
         def units(count: int) -> list[_Axis]:
-            # What is sliced is cut by no mesh: a block of all units, of which it has
-            # some, would have a part of each slice, or none.
+            # A mesh does not cut a leaf that is sliced: a block of it would have a part
+            # of each slice, or none.
             return [_Axis(count, None, unit)] if len(parts) > 1 else []
 
         pieces, stop = [], 0
@@ -157,8 +157,8 @@ class _Slicing:
         return cls(view.shape, axes, len(before) + len(groups), pieces)
 
     def divide(self, leaf: Matrices) -> list[Matrices]:
-        # A leaf of one piece, or of heads that have axes already, comes through as it
-        # is: to the shape that it has, `lax.reshape` is no operation.
+        # `lax.reshape` to the shape that an array has is no operation: a leaf of one
+        # piece, or of heads that have axes already, is not copied.
         local = self._local(leaf.array.shape)
         slices = [jax.lax.reshape(leaf.array, local(self.axes))]
         if len(self.pieces) > 1:

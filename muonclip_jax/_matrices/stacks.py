@@ -276,7 +276,6 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
 def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
     """0, but known only when all arrays are there: an ordering token."""
     # Data, since XLA drops optimization barriers before it puts operations in order.
-    # Of any number `isnan` is 0 or 1, and the minimum with 0 is 0, which XLA does not
-    # see through.
+    # `isnan` is 0 or 1, and its minimum with 0 is 0, which XLA does not see through.
     numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
     return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)

@@ -189,7 +189,7 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
         # better where the first stacks have left some devices nothing to do.
         least = max(1, math.ceil(count / devices))
         shares = [_where_least_busy(loads, count, least)]
-        # What is even may be where it has to be.
+        # Even stacks may be where they have to be.
         if count % devices:
             shares.append(_where_least_busy(loads, count, 2 * least))
         after = [loads + float(cost) * share.counts for share in shares]

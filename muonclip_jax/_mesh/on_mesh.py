@@ -129,10 +129,9 @@ def orthogonalize_by_replicas(
     of the matrices, and one gather for each stack hands out all.
     """
     sizes = {name: jax.lax.axis_size(name) for name in axes}
-    # What the loop over a share iterates differs from device to device, while the
-    # leaves are the same on all: types have to know before they meet. Along an axis of
-    # one device, and along a slow one, nothing differs, and no gather would take it
-    # back.
+    # The matrices of a share differ from device to device, while the leaves are the
+    # same: types have to say so before the loop. Along an axis of one device, and along
+    # a slow one, nothing differs, and no gather would take it back.
     several = tuple(name for name in axes if sizes[name] > 1)
     shared = tuple(name for name in several if name not in slow)
     if shared and is_checked(shared):
@@ -159,15 +158,15 @@ def share_among_devices(
     pieces, unite = divide(leaves)
     plan, arrived = plan_exchanges(solver, pieces, mesh, slow), []
     for exchange in plan:
-        # What is iterated in half precision is sent in it, which halves the traffic.
+        # Matrices that are iterated in half precision are sent in it: half the traffic.
         stacks = [owned.stack for owned in exchange.stacks]
         arrived.append(exchange.arrive([x.gather(exchange.dtype) for x in stacks]))
     # Where devices have different numbers of matrices, returns start once all are done,
     # and iteration starts once all has arrived, but for the first exchange's, which
     # hides how the others arrive. Work is balanced over all stacks together: exchanges
     # in between would make every device wait for the slowest of each.
-    # What is repeated along slow axes does not wait for what differs along them: types
-    # would have it differ, too.
+    # Work that is repeated along slow axes does not wait for work that differs along
+    # them: by its type it would differ, too.
     late = [None if exchange.is_even else exchange.repeated for exchange in plan]
     ready = together(arrived, late)
     for way in {*late}:

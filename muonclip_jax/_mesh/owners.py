@@ -62,7 +62,7 @@ class OwnedStack(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """What an exchange of its own would send, over the least."""
+        """The bytes of an exchange of its own, over the least."""
         return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
 
     @property
@@ -87,7 +87,7 @@ def cut_of(
         found: list[tuple[int, tuple[str, ...]]] = []
         for axis in axes:
             size, cut = view.shape[axis], names[axis]
-            # What follows a cut axis whole is one axis with it.
+            # Whole axes that follow a cut one are one axis with it.
             if found and not cut:
                 size, cut = found[-1][0] * size, found.pop()[1]
             found.append((size, cut))
@@ -185,8 +185,8 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
-    # Ties go to devices at one place of all the groups of the stack that has most: the
-    # groups share out alike, so what is not in all of them counts as if it were.
+    # Ties go to the device of lowest rank in its group, by the stack with most groups:
+    # the groups then share out alike, so that their loads stay equal.
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)

@@ -103,7 +103,7 @@ class Parcels:
 
     @property
     def entries(self) -> int:
-        """Those that a device sends to each other."""
+        """The entries that a device sends to each other."""
         return self.sent * math.prod(self.unit)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
@@ -195,14 +195,14 @@ class Parcels:
 
 
 def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:
-    """What all blocks are made of: a block, some tiles, or some entries."""
+    """The unit of all blocks: a block, some tiles, or some entries."""
     if len({*blocks}) == 1:
         return blocks[0]
     sizes = [*map(math.prod, blocks)]
     total = sum(map(math.prod, zip(sizes, counts, strict=True)))
     if not all(map(_is_tiled, blocks)) and total // math.gcd(*sizes) <= MOST_UNITS:
         return (math.gcd(*sizes),)
-    # What no tile divides is flat, and padded to whole tiles.
+    # Blocks that no tile divides are flat, and padded to whole tiles.
     return (math.gcd(*(-(-size // math.prod(TILE)) for size in sizes)), *TILE)
 
 

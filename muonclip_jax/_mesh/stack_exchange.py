@@ -44,7 +44,7 @@ class StackExchange:
 
     @property
     def entries(self) -> int:
-        """Those that a device sends to each other."""
+        """The entries that a device sends to each other."""
         return self.slots * math.prod(self.stacks[0].block)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
@@ -61,7 +61,7 @@ class StackExchange:
         return joined(x, owned, self.mesh)
 
     def iterate(self, matrices: jax.Array) -> jax.Array:
-        """What they become; in an empty slot may be any."""
+        """The matrices that they become; an empty slot may hold any."""
         count = None
         if not self.is_even:
             member = jax.lax.axis_index(self.replicated + self.sharded)

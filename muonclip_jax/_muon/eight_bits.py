@@ -44,8 +44,8 @@ class Vectors(NamedTuple):
 class Directions(NamedTuple):
     """The largest directions of the matrices of a leaf.
 
-    In `left` the first output axis counts them, and the others are gone to 1; in
-    `right` those are the reduction axes.
+    In `left` the first output axis counts them, and the other output axes have size 1;
+    `right` is the same with the reduction axes.
     """
 
     left: Vectors

@@ -90,7 +90,7 @@ def for_leaves(
         shapes = [[np.shape(x) for x in jax.tree.leaves(s)] for s in (state, after)]
         if shapes[0] != shapes[1]:  # heads that were one matrix, say, broadcast
             _check_made_so(name, state, tx, updates)
-        # optax's Adam answers bfloat16 gradients in mu_dtype.
+        # `optax.scale_by_adam` returns updates of bfloat16 gradients in its mu_dtype.
         return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
 
     return over_replicas(init_fn, update_fn, axis_name)

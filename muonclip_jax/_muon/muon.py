@@ -150,7 +150,7 @@ def muon(
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
     def build(layout: Layout) -> optax.GradientTransformationExtraArgs:
-        # Of the whole tree, which a function of it may look at, and as a tree of bools,
+        # The mask is of the whole tree, which a function may look at, and one of bools,
         # which both groups below see through their own masks.
         mask = decay_mask(weight_decay_mask, layout.whole)
         decay = functools.partial(

@@ -221,8 +221,8 @@ def _normalize(
     long = view.output if short == view.reduction else view.reduction
     wide = o.astype(np.promote_types(o.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
-    # Of blocks of equal size the mean of means is the mean; over no axes, where nothing
-    # is cut, a collective is no operation.
+    # Blocks have one size, so the mean of means is the mean. Over no axes, where
+    # nothing is cut, a collective is no operation.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
     # State stays sharded as it is: that of a piece is not, along its outputs.

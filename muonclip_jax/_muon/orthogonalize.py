@@ -1,4 +1,5 @@
-"""Orthogonalizes leaves of matrices, wherever they are: four ways, one choice."""
+"""Orthogonalizes leaves on one device, on a mesh, on mapped axes, or wherever XLA has
+put them."""
 
 import collections
 import dataclasses

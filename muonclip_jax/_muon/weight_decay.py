@@ -62,7 +62,10 @@ def add_cautious_decayed_weights(
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
-    """Plain or cautious. That of Optax 0.2.6 does not count the steps of a schedule."""
+    """Plain or cautious decay, whose schedule counts steps.
+
+    `optax.add_decayed_weights` of Optax 0.2.6 calls no schedule.
+    """
 
     def init_fn(params: optax.Params) -> Any:
         del params
@@ -75,7 +78,7 @@ def decayed_weights(
         if callable(weight_decay):
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
-        # What a schedule computes on a device is not waited for in every eager step.
+        # An eager step does not wait for what a schedule computes on a device.
         is_open = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
         # No multiplication, so that an infinite weight does not make the update NaN,
         # and a step without decay, or where a mask hides all, costs nothing.
@@ -106,7 +109,7 @@ def decayed_weights(
         updates, hidden = masked.update(updates, hidden, params)
         return updates, hidden.inner_state
 
-    # What a mask adds to a state says nothing: a run goes on with another mask.
+    # The state has no `MaskedState`, so that a run can go on with another mask.
     return optax.GradientTransformation(init_fn, update_masked)
 
 

@@ -36,8 +36,9 @@ NOISE = 1e-6
 #: In bfloat16 it is just above the square of Keller Jordan's slope, 3.4445**2 = 11.9,
 #: so that a pass has two of his steps. With steeper ones the error would be more than
 #: twice that of the standard form (tests/newton_schulz/test_accuracy.py).
-#: In float16 it has two steps of every preset, but for the first of those with an
-#: optimal one, 8.2**2 = 67; in float32 three of Keller Jordan's, 3.4445**4 = 141.
+#: In float16 a pass has two steps of every preset; the first step of an optimal one,
+#: 8.2**2 = 67, stands alone. In float32 it has three of Keller Jordan's, 3.4445**4 =
+#: 141.
 MOST_GROWTH = {"bfloat16": 14.0, "float16": 40.0}
 USUAL_GROWTH = 150.0
 

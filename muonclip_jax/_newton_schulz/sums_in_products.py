@@ -173,7 +173,7 @@ class _Choice:
             u = u / a**2
 
     def best(self, exact: np.ndarray, later: Schedule, used: set[float]) -> int:
-        """Of factors not used so far those with which all steps are most exact."""
+        """The factors not used so far with which all steps are most exact."""
         found = self.values
         for triple in later:
             found = _step(found, *triple)

@@ -229,7 +229,7 @@ def resolve_verdicts(
     **Raises:** `ValueError` that lists the leaves that nothing determines.
     """
     if not tree.paths:
-        # Of no params, or of what stands for any, as `optax.tree.map_params` gives.
+        # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
         return []
     given: Any = dimension_numbers
     # A function may answer None: AdamW for all of its leaves.

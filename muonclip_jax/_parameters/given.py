@@ -109,10 +109,10 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
     is_named = isinstance(entries, Mapping) and all(isinstance(x, str) for x in entries)
     if not is_named or not entries:
         return False
-    # A mapping of names is either: patterns of paths, or a tree whose first keys are
-    # modules. Some key that is no module's, written as a pattern, decides; or all of
-    # them, which then are names that `by_pattern` refuses better than a tree does; or
-    # that entries of leaves alone lack some, since a tree would have all.
+    # A mapping of names is patterns of paths, or a tree whose first keys are modules. A
+    # key that is no module's and is written as a pattern shows patterns. If no key is a
+    # module's, the error of patterns is clearer. Keys that are leaves, but not all of
+    # them, are patterns, since a tree has an entry for each.
     params = tree.rebuilt()
     keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]

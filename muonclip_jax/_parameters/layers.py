@@ -229,7 +229,8 @@ def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         for depth in range(max(len(path) - 2, 0), len(path)):
             module, rest = path[:depth], path[depth + 1 :]
             role = names.projection(path[depth])
-            # No second module may be called the same; a bare array needs an output.
+            # One module alone may have this role, and a bare array counts only next to
+            # an output.
             is_one = role and count[module, role] == 1
             has_others = count[module, "query"] and count[module, "key"]
             if is_one and has_others and (rest or count[module, "out"]):

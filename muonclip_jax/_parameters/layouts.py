@@ -11,8 +11,8 @@ from .paths import Path
 #: The kernels of one attention. A letter stands for each axis: lower case for an input,
 #: upper case for an output; `n` and `N` are the same size. D, C, R, S are features or
 #: ranks that come in (of the query, of what is attended to, of latents), E what goes
-#: out; M = N * V is flat, N = K * G heads are in groups. L, in front of all but those,
-#: and digits stack.
+#: out; M = N * V is flat, N = K * G heads are in groups. L and digits are axes that
+#: stack; where a layout has neither, an axis L may be in front.
 LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),

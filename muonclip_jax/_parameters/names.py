@@ -26,7 +26,7 @@ _POSITIONS |= {"relative", "rel"}
 _ADDED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries", "cls"}
 _ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "logs"}
 _ADDED |= _POSITIONS
-# What is called a projection is a layer, whatever it is of: `pos_proj`.
+# A leaf called a projection is a layer, whatever it projects: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 # Constants of a model, which some keep among the params and what is multiplied entry
 # by entry though it is called a kernel.
@@ -117,13 +117,13 @@ def kind(path: Path) -> str:
     """
     name, above = _named(path)
     own, module, is_kernel = words(name), words(above), name in KERNELS
-    # What Flax calls a kernel is what its module is called.
+    # A leaf that Flax calls a kernel has its module's name.
     called = module if is_kernel else own
     first, last = {*called[:1]}, {*called[-1:]}
     is_layer, is_array = bool(last & _LAYERS), not is_kernel
     if "bias" in own[-1:]:
         return "bias"
-    # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
+    # In a stack of layers `layer_scale` has two axes, as `scale_shift_table` has.
     is_shift = "shift" in own and is_array
     if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
         return "norm"

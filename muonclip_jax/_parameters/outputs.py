@@ -1,10 +1,10 @@
 """Kernels that write the output, or may, though nothing calls them a head.
 
-A kernel ends where no other leaf takes as many features as it gives. It then writes the
-output, or its features are cut, joined or reshaped before they are taken: the user is
-asked. A head is sure by the size of the vocabulary, or as the one end of a whole tree,
-with a bias. Sizes also coincide, so the last of layers without a name is asked about,
-and what is called an output.
+A kernel may be the head if no other leaf takes as many inputs as it has outputs: it
+writes the output, or its features are cut, joined or reshaped before they are taken.
+The user is asked. The size of the vocabulary makes a head sure, and so does being the
+one such kernel of a whole tree, with a bias. Sizes also coincide, so the last of layers
+without a name is asked about, and a kernel that is called an output.
 """
 
 import math
@@ -130,7 +130,7 @@ def _may_be_head(x: Leaf) -> bool:
 
 
 def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
-    # What says nothing is called what its module is: `final/linear`.
+    # A name that says nothing gives way to its module's: `final/linear`.
     module = "".join(x.path[-3:-2] if is_last else x.path[-2:-1])
     said = names.words(module)
     first, last = said[:1], names.without_layers(module)[-1:]

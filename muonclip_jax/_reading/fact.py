@@ -11,8 +11,8 @@ import numpy as np
 class Fact(NamedTuple):
     """The facts about one variable; a set is an integer with one bit per member.
 
-    Several values that are combined have the union of each set, and each flag that one
-    of them has, except the last two.
+    Facts of values that are combined are joined by `or`, sets and flags, but the last
+    two flags are cleared.
 
     An event is an equation in which parameters meet activations. It identifies a use of
     the parameters, which may be used again elsewhere.

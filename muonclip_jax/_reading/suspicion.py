@@ -131,7 +131,7 @@ class _Suspicion(Forward[Taint]):
         taints = super().inputs(eqn)
         if not self._facts.has_slopes or eqn.is_slope:
             return taints
-        # What a backward pass returns is data elsewhere, as in `Facts.of`.
+        # The results of a backward pass are data elsewhere, as in `Facts.of`.
         is_slope = (self._facts.value(x).is_slope for x in eqn.inputs())
         pairs = zip(taints, is_slope, strict=True)
         return [_ARRAY if is_one else taint for taint, is_one in pairs]
