@@ -152,18 +152,16 @@ def naive_logits(query, key, mask=None):
 
 
 def differ(one, other, share: float = 0.01) -> bool:
-    """Whether every number differs from its counterpart, by this share of the larger.
+    """Whether every number differs from its counterpart, by more than this share.
 
     That is far above every tolerance: a test that passes with one fails with the other.
     """
-    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    size = np.maximum(np.abs(one), np.abs(other))
-    return bool(np.all(np.abs(one - other) > share * size))
+    return not np.isclose(one, other, rtol=share, atol=0).any()
 
 
 def are_unlike(heads, share: float = 0.01) -> bool:
     """Whether all numbers of a row differ, so that none can stand for another."""
-    row = np.sort(np.asarray(heads, np.float64), axis=-1)
+    row = np.sort(heads, axis=-1)
     return differ(row[..., 1:], row[..., :-1], share)
 
 
