@@ -165,13 +165,12 @@ def are_unlike(heads, share: float = 0.01) -> bool:
     return differ(row[..., 1:], row[..., :-1], share)
 
 
-def first_that(tells, draw):
-    """The first draw, of seeds 0, 1, ..., by which a test `tells` right from wrong.
+def first_that(distinguishes, draw):
+    """The first draw, of seeds 0, 1, ..., that distinguishes right from wrong.
 
-    Of most draws it could not: the largest logit of a head is a visible one, whatever
-    the mask.
+    Most draws do not: the largest logit of a head is a visible one, whatever the mask.
     """
-    return next(drawn for drawn in map(draw, range(1000)) if tells(drawn))
+    return next(drawn for drawn in map(draw, range(1000)) if distinguishes(drawn))
 
 
 def randomize(tree, seed: int = 0, scale: float = 1.0):

@@ -45,7 +45,7 @@ def test_heads_are_found_and_scaled_wherever_the_stack_is(axis):
 
 @pytest.mark.parametrize("axis", [1, 2, -2, -3])
 def test_scalars_of_layers_are_stacked_along_their_only_axis(axis):
-    """Which lacks the axis that holds the layers of the kernels beside them."""
+    """They lack the axis of the layers that the kernels next to them have."""
     place = axis if axis >= 0 else axis + 3
     shapes = {"kernel": np.insert([6, 5], place, 3), "scale": (3,), "count": ()}
     params = {"l": {name: jnp.ones(shape) for name, shape in shapes.items()}}

@@ -35,13 +35,13 @@ def largest(p, mask=True):
     return np.where(mask, logits, -np.inf).max((0, 2, 3))
 
 
-def tells(p):
+def distinguishes(p):
     """Whether the mask hides the largest logit of every head, and heads differ."""
     seen = largest(p, CAUSAL)
     return differ(seen, largest(p)) and are_unlike(seen) and are_unlike(largest(p))
 
 
-PARAMS = first_that(tells, draw) | {
+PARAMS = first_that(distinguishes, draw) | {
     "table": normal(5, 2 * T - 1, H, scale=90),
     "pair": normal(6, 5, H, scale=60),
     "forget": normal(7, D, H),
@@ -202,10 +202,10 @@ def test_row_attention_with_a_bias_of_pairs():
 
         return jax.lax.scan(block, msa, p)[1]
 
-    def tells(p):
+    def distinguishes(p):
         return differ(exact(p), exact(p, np.ones_like(SEEN)))
 
-    params = first_that(tells, draw_evoformer)
+    params = first_that(distinguishes, draw_evoformer)
     reading = mc.read_model(loss, params, msa)
     stats = jax.jit(lambda p: mc.record_attention(loss)(p, msa)[1])(params)
     before = exact(params)

@@ -49,7 +49,7 @@ def expected(p, mask=None):
     return naive_logits(query, key, mask).max((0, 2, 3))
 
 
-def tells(p):
+def distinguishes(p):
     """Whether each mask hides the largest logit of some head, and heads differ."""
 
     def hides(p, more, fewer=None):
@@ -63,7 +63,7 @@ def tells(p):
     )
 
 
-PARAMS = first_that(tells, draw)
+PARAMS = first_that(distinguishes, draw)
 FLAT = {"ndim": 2, "axis": -2, "split": (H, DIM)}
 
 

@@ -60,7 +60,7 @@ def _below_zero(p):
     return {"q": abs(p["q"]), "k": -abs(p["k"]), "v": p["v"]}
 
 
-def _tells(p):
+def _distinguishes(p):
     """Whether masks and slopes change the numbers, and heads differ."""
     seen, every = _expected(p, X, CAUSAL), _expected(p, X)
     slopes = 2.0 ** -np.arange(1, H + 1)[:, None, None] * np.tril(FAR)
@@ -73,7 +73,7 @@ def _tells(p):
 
 
 FAR = np.arange(T)[:, None] - np.arange(T)
-PARAMS = first_that(_tells, _draw)
+PARAMS = first_that(_distinguishes, _draw)
 
 EXPECTED = {
     "of data": _expected,
