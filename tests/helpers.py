@@ -151,6 +151,28 @@ def naive_logits(query, key, mask=None):
     return logits if mask is None else np.where(mask, logits, -np.inf)
 
 
+def differ(one, other, share: float = 0.01) -> bool:
+    """Whether every number differs from its counterpart, by more than this share.
+
+    That is far above every tolerance: a test that passes with one fails with the other.
+    """
+    return not np.isclose(one, other, rtol=share, atol=0).any()
+
+
+def are_unlike(heads, share: float = 0.01) -> bool:
+    """Whether all numbers of a row differ, so that none can stand for another."""
+    row = np.sort(heads, axis=-1)
+    return differ(row[..., 1:], row[..., :-1], share)
+
+
+def first_that(distinguishes, draw):
+    """The first draw, of seeds 0, 1, ..., that distinguishes right from wrong.
+
+    Most draws do not: the largest logit of a head is a visible one, whatever the mask.
+    """
+    return next(drawn for drawn in map(draw, range(1000)) if distinguishes(drawn))
+
+
 def randomize(tree, seed: int = 0, scale: float = 1.0):
     """The same tree with normal entries everywhere, so that no bias is zero."""
     leaves, treedef = jax.tree.flatten(tree)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_references import draw, naive_attention, slope
 from flax import nnx
-from helpers import few, more, one_at_a_time
+from helpers import differ, few, first_that, more, one_at_a_time
 from internals import max_logits_module as module
 
 import muonclip_jax as mc
@@ -110,14 +110,23 @@ def test_flax_attention_keeps_float64(is_causal, group, mask):
 
 
 def test_a_layer_without_batch_takes_a_mask_as_jax_nn_does():
-    query = qkv(group=1)[0][0]
+    causal = np.tri(5, dtype=bool)
+
+    def largest(query, key, mask=None):
+        return naive_attention(query, key, key, mask=mask)[1]
+
+    # The largest product of a query with itself would be one that is seen.
+    query, key = first_that(
+        lambda both: differ(largest(*both), largest(*both, causal)),
+        lambda seed: draw(seed, (5, 2, 3), (5, 2, 3)),
+    )
     mask = nnx.make_causal_mask(jnp.ones((1, 5)))  # (1, 1, 5, 5)
 
     def call(layer):
-        return mc.attention_fn(query, query, query, mask=mask, module=layer)
+        return mc.attention_fn(query, key, key, mask=mask, module=layer)
 
     _, stats = nnx.capture(call, nnx.Intermediate)(nnx.Module())
-    _, exact = naive_attention(query, query, query, mask=np.tri(5, dtype=bool))
+    exact = largest(query, key, causal)
     np.testing.assert_allclose(jax.tree.leaves(stats)[0], exact, rtol=1e-5)
 
 

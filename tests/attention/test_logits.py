@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bernoulli, naive_logits, normal
+from helpers import are_unlike, bernoulli, differ, first_that, naive_logits, normal
 
 import muonclip_jax as mc
 
@@ -21,6 +21,7 @@ def qk(heads=4, key_heads=4, length=5, key_length=7):
 def test_plain_and_shared_keys(key_heads):
     query, key = qk(key_heads=key_heads)
     expected = naive_logits(query, key).max(axis=(0, 2, 3))
+    assert are_unlike(expected)
     chex.assert_trees_all_close(
         mc.max_logits(query, key), expected.astype(np.float32), rtol=1e-5
     )
@@ -30,8 +31,15 @@ def test_plain_and_shared_keys(key_heads):
 @pytest.mark.parametrize("dtype", [bool, jnp.float32])
 def test_mask_hides_pairs(shape, dtype):
     query, key = qk()
-    mask = bernoulli(3, 0.3, shape)
-    expected = naive_logits(query, key, mask).max(axis=(0, 2, 3))
+
+    def largest(mask):
+        return naive_logits(query, key, mask).max(axis=(0, 2, 3))
+
+    mask = first_that(
+        lambda mask: differ(largest(mask), largest(None)),
+        lambda seed: bernoulli(seed, 0.3, shape),
+    )
+    expected = largest(mask)
     actual = mc.max_logits(query, key, mask=mask.astype(dtype))
     chex.assert_trees_all_close(actual, expected.astype(np.float32), rtol=1e-5)
 
@@ -39,7 +47,9 @@ def test_mask_hides_pairs(shape, dtype):
 def test_bias_and_scale():
     query, key = qk()
     bias = normal(4, 1, 4, 5, 7)
-    expected = naive_logits(query, key).max(axis=(0, 2, 3))
+    logits = naive_logits(query, key)
+    expected = logits.max(axis=(0, 2, 3))
+    assert differ(expected, (logits + bias).max(axis=(0, 2, 3)))
     chex.assert_trees_all_close(
         mc.max_logits(query, key, bias=bias), expected.astype(np.float32), rtol=1e-5
     )

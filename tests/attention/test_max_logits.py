@@ -5,7 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bernoulli, naive_logits, normal, one_at_a_time
+from helpers import (
+    bernoulli,
+    differ,
+    first_that,
+    naive_logits,
+    normal,
+    one_at_a_time,
+)
 from internals import max_logits_module as module
 
 import muonclip_jax as mc
@@ -44,9 +51,17 @@ def test_mask_and_bias_in_blocks(small_blocks, lengths, shape):
     query, key = qk(*lengths)
     t, s = lengths
     size = SHAPES[shape](t, s)
-    mask = bernoulli(1, 0.5, size)
     bias = normal(2, *size)
-    expected = naive_logits(query, key, mask).max(axis=(0, 2, 3))
+
+    def largest(mask, added=0):
+        return (naive_logits(query, key, mask) + added).max(axis=(0, 2, 3))
+
+    mask = first_that(
+        lambda mask: differ(largest(mask), largest(None)),
+        lambda seed: bernoulli(seed, 0.5, size),
+    )
+    expected = largest(mask)
+    assert not mask.any() or differ(expected, largest(mask, bias), 1e-3)
     np.testing.assert_allclose(
         mc.max_logits(query, key, mask=mask, bias=bias), expected, rtol=1e-5
     )
@@ -86,10 +101,14 @@ def test_segments(small_blocks):
     expected = naive_logits(query, key, mask).max(axis=(0, 2, 3))
     actual = mc.max_logits(query, key, query_segment_ids=mine, key_segment_ids=theirs)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert not np.allclose(expected, naive_logits(query, key).max((0, 2, 3)), 0.01)
+    # Not the query as a key: a product with itself is the largest, and is seen.
+    query, key = qk(9, 9)
     own = (mine[:, :, None] == mine[:, None, :])[:, None]
-    expected = naive_logits(query, query, own).max(axis=(0, 2, 3))
+    expected = naive_logits(query, key, own).max(axis=(0, 2, 3))
+    assert not np.allclose(expected, naive_logits(query, key).max((0, 2, 3)), 0.01)
     np.testing.assert_allclose(
-        mc.max_logits(query, query, query_segment_ids=mine), expected, rtol=1e-5
+        mc.max_logits(query, key, query_segment_ids=mine), expected, rtol=1e-5
     )
 
 

@@ -6,6 +6,7 @@ tests/data/exchanges.json, anew: a change of it is to be seen in review.
 
 import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -68,26 +69,81 @@ def sent(axes, shape, spec, sizes):
     return sum(x.bytes for x in found.values())
 
 
-def of_experts(told):
-    """Bytes by kind of an update of layers of experts, cut along the experts alone."""
-    mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
-    specs = {
-        "gate": ((16, 24, 8), P("expert")),
-        "layers": ((3, 8, 8, 24), P(None, "expert")),
-        "of_layers": ((8, 3, 8, 24), P("expert")),
-    }
+def traced(axis, leaves, told, orthogonalizer):
+    """An update on 8 devices along one axis; nothing is computed."""
+    mesh = jax.make_mesh((8,), (axis,), axis_types=(AxisType.Auto,))
     w = {
         name: jax.ShapeDtypeStruct(x, np.float32, sharding=NamedSharding(mesh, spec))
-        for name, (x, spec) in specs.items()
+        for name, (x, spec) in leaves.items()
     }
     tx = mc.scale_by_muon(
         dimension_numbers=mc.MuonDimensionNumbers(-2, -1),
-        orthogonalizer=mc.NewtonSchulz(steps=1),
+        orthogonalizer=orthogonalizer,
         shardings={name: x.sharding for name, x in w.items()} if told else None,
     )
     state = jax.eval_shape(tx.init, w)._replace(mu=w)
     with jax.set_mesh(mesh):
-        return traffic(jax.jit(tx.update).lower(w, state).compile())
+        return jax.jit(tx.update).trace(w, state)
+
+
+FSDP = P(None, "fsdp")
+#: Of the second each device has a matrix, but not of one shape.
+FEW = {
+    "one stack": {"w": ((8, 16, 32), FSDP)},
+    "two": {"up": ((3, 16, 24), FSDP), "down": ((5, 8, 16), FSDP)},
+}
+ONE_STEP = mc.NewtonSchulz(steps=1)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_blocks_go_to_their_owners_and_back(name, told):
+    """Each device sends all others a block of their matrices, and is sent as much."""
+    program = traced("fsdp", FEW[name], told, ONE_STEP).lower().compile()
+    found = traffic(program)
+    if not told:
+        # Each stack is sent by itself, by XLA, whose versions differ.
+        entries = {"one stack": 16 * 32, "two": 16 * 24 + 8 * 16}[name]
+        assert 0 < sum(x.bytes for x in found.values()) <= 1.25 * 2 * 4 * entries
+        return
+    # Parcels of two stacks are as large as the largest matrix.
+    entries = {"one stack": 16 * 32, "two": 16 * 24}[name]
+    (sent,) = found.values()
+    assert (sent.count, sent.bytes) == (2, 2 * 4 * entries)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_blocks_are_sent_in_the_dtype_of_the_iteration(name, told):
+    """In bfloat16 on an accelerator: float16, on a GPU, may overflow before a norm.
+
+    Where only the compiler knows what is sent, it is told how that is to be sharded.
+    """
+    kind = "all_to_all" if told else "sharding_constraint"
+
+    def sent(orthogonalizer, platforms=("cpu", "tpu", "cuda")):
+        of_all = traced("fsdp", FEW[name], told, orthogonalizer)
+        found = []
+        for platform in platforms:
+            text = of_all.lower(lowering_platforms=(platform,)).as_text()
+            lines = [line for line in text.splitlines() if kind in line]
+            assert len(lines) >= (2 if told else 1)
+            found.append({re.findall(r"x([a-z]+\d+)>", line)[-1] for line in lines})
+        return found
+
+    assert sent(ONE_STEP) == [{"f32"}, {"bf16"}, {"bf16"}]
+    # A function of the user's may need every bit.
+    assert sent(lambda stack: stack, ["tpu"]) == [{"f32"}]
+
+
+def of_experts(told):
+    """Bytes by kind of an update of layers of experts, cut along the experts alone."""
+    leaves = {
+        "gate": ((16, 24, 8), P("expert")),
+        "layers": ((3, 8, 8, 24), P(None, "expert")),
+        "of_layers": ((8, 3, 8, 24), P("expert")),
+    }
+    return traffic(traced("expert", leaves, told, ONE_STEP).lower().compile())
 
 
 @pytest.mark.parametrize("told", [more(True), False])

@@ -43,6 +43,19 @@ def test_heads_are_found_and_scaled_wherever_the_stack_is(axis):
     assert table.count("6 x 6 x 4") == 2
 
 
+@pytest.mark.parametrize("axis", [1, 2, -2, -3])
+def test_scalars_of_layers_are_stacked_along_their_only_axis(axis):
+    """They lack the axis of the layers that the kernels next to them have."""
+    place = axis if axis >= 0 else axis + 3
+    shapes = {"kernel": np.insert([6, 5], place, 3), "scale": (3,), "count": ()}
+    params = {"l": {name: jnp.ones(shape) for name, shape in shapes.items()}}
+    found = mc.flax_dimension_numbers(params, stack_axes={"l": axis})
+    inputs, outputs = (i for i in range(3) if i != place)
+    own = (np.ravel(x)[0] % 3 for x in found["l"]["kernel"])
+    assert found["l"]["scale"] is found["l"]["count"] is None
+    assert (*own,) == (inputs, outputs)
+
+
 def test_a_head_leaf_out_of_range_names_the_leaf():
     leaf = mc.HeadLeaf("wq", 2, split=(2, -1), stack_axis=2)
     owned = leaf.owned((8, 6, 3))

@@ -8,12 +8,14 @@ import itertools
 import pickle
 import re
 
+import chex
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import more, normal
+from helpers import few, normal
 
 import muonclip_jax as mc
 
@@ -101,11 +103,29 @@ def by_pickle(tx, state, folder):
     return pickle.loads(pickle.dumps(jax.device_get(state)))
 
 
-@pytest.mark.parametrize("restore", [more(by_pickle), by_msgpack, more(by_orbax)])
-@pytest.mark.parametrize(
-    "saved, given",
-    [(a, b) if {a, b} <= {"float32", "float16"} else more(a, b) for a, b in PAIRS],
-)
+def by_dtypes(tx, state, folder):
+    """In the dtypes that these settings would have, as Orbax does, but in memory."""
+    own = tx.init(PARAMS)
+    chex.assert_trees_all_equal_shapes(own, state)
+    return jax.tree.map(lambda x, saved: np.asarray(saved, x.dtype), own, state)
+
+
+EVERY_DAY = [
+    (*pair, restore)
+    for pair in itertools.permutations(("float32", "float16"))
+    for restore in (by_dtypes, by_msgpack)
+]
+CASES = {
+    **dict.fromkeys(EVERY_DAY),
+    **dict.fromkeys(
+        (*pair, restore)
+        for pair in PAIRS
+        for restore in (by_msgpack, by_pickle, by_orbax)
+    ),
+}
+
+
+@pytest.mark.parametrize(("saved", "given", "restore"), few(list(CASES), *EVERY_DAY))
 def test_a_restored_state_is_as_if_made_by_these_settings(
     saved, given, restore, tmp_path
 ):
@@ -113,6 +133,10 @@ def test_a_restored_state_is_as_if_made_by_these_settings(
     _, state = after(make(saved), make(saved).init(PARAMS), history)
     tx = make(given)
     can_be_converted = {saved, given} <= CONVERTED
+    if {saved, given} == {"float32", "float16"}:
+        # What is restored in another dtype has another unit: 32 for 1.
+        units = (optax.tree.get(x, "unit") for x in (state, tx.init(PARAMS)))
+        assert {*map(float, units)} == {1, 32}
     try:
         restored = restore(tx, state, tmp_path)
     except Exception:  # the checkpointer's own

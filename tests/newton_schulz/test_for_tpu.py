@@ -12,7 +12,14 @@ from helpers import (
     one_at_a_time,
     polynomial_of,
 )
-from internals import Matrices, matrix_view, on_one_device, platform_with, solver
+from internals import (
+    Matrices,
+    matrix_view,
+    on_one_device,
+    platform_named,
+    platform_with,
+    solver,
+)
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -67,3 +74,42 @@ def test_leaves_on_one_accelerator(platform, batch):
         assert result.dtype == jnp.float32
         stack = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
         assert_close(result.reshape(stack.shape), exact(stack), of_newton_schulz(6))
+
+
+def sizes_of_stacks(shapes, size):
+    """How many matrices of `size` an orthogonalizer is given at once, anywhere.
+
+    Programs are traced for every platform, and nothing is computed.
+    """
+    seen = set()
+
+    def orthogonalizer(stack):
+        seen.add(stack.shape)
+        return stack
+
+    tx = mc.scale_by_muon(dimension_numbers=PLAIN, orthogonalizer=orthogonalizer)
+    params = {
+        f"w{i}": jax.ShapeDtypeStruct((*shape, *size), "float32")
+        for i, shape in enumerate(shapes)
+    }
+    jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+    assert {shape[1:] for shape in seen} == {size}
+    return {len_of for len_of, *_ in seen}
+
+
+def test_batches_are_as_even_as_they_can_be():
+    """Nine matrices, of which eight fit, are two times five: not eight, and eight."""
+    size = (32, 64)
+    assert platform_named("cpu").batch_entries // (32 * 64) == 8
+    assert sizes_of_stacks([(9,)], size) == {5, 9}
+    assert sizes_of_stacks([(16,)], size) == {8, 16}
+
+
+def test_leaves_are_put_together_up_to_a_limit():
+    """One TPU stacks five of eight leaves, then three; a GPU all, a CPU none."""
+    size = (1024, 1024)
+    fit = {x: platform_named(x).stack_entries // 2**20 for x in ("tpu", "gpu")}
+    assert fit["tpu"] == 5 and fit["gpu"] > 8
+    assert sizes_of_stacks([()] * 8, size) == {1, 5, 3, 8}
+    # A leaf is not taken apart, however large it is.
+    assert sizes_of_stacks([(7,), (), ()], size) == {1, 7, 2, 9}

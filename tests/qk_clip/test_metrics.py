@@ -128,17 +128,18 @@ def test_a_threshold_per_layer(jit):
     each = thresholds(deep=jnp.asarray([2.0, 50.0, 4.0]))
     tx = mc.qk_clip(3.5, attention=each)
     update = jax.jit(tx.update) if jit else tx.update
-    _, state = update(PARAMS, tx.init(PARAMS), PARAMS, attention_stats=CALM)
-    found = numbers_of(state)
+    deep = jnp.asarray([[5.0, 8.0], [5.0, 40.0], [16.0, 3.0]])
+    stats = {"deep": {"layers": {"max_logits": deep}}}
+    stats["head"] = {"max_logits": jnp.asarray([7.0, 14.0, 3.0, 35.0])}
+    _, state = update(PARAMS, tx.init(PARAMS), PARAMS, attention_stats=stats)
+    found, expected = numbers_of(state), [[0.4, 0.25], [1, 1], [0.25, 1]]
     gamma = of_heads(found, "gamma", "deep/layers")
-    np.testing.assert_allclose(gamma, [[0.4] * 2, [1] * 2, [0.8] * 2], rtol=1e-6)
-    np.testing.assert_allclose(of_heads(found, "gamma", "head"), [0.5] * 4)
-    after = mc.clip_qk(PARAMS, CALM, 3.5, attention=each)
-    np.testing.assert_allclose(
-        after["deep"]["layers"]["query"]["kernel"][:, 0, 0, 0],
-        np.sqrt([0.4, 1, 0.8]),
-        rtol=1e-6,
-    )
+    np.testing.assert_allclose(gamma, expected, rtol=1e-6)
+    of_head = of_heads(found, "gamma", "head")
+    np.testing.assert_allclose(of_head, [0.5, 0.25, 1, 0.1], rtol=1e-6)
+    after = mc.clip_qk(PARAMS, stats, 3.5, attention=each)
+    scales = after["deep"]["layers"]["query"]["kernel"][:, 0, :, 0]
+    np.testing.assert_allclose(scales, np.sqrt(expected), rtol=1e-6)
 
 
 def test_a_schedule_for_one_layer():

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 KERNEL = np.ones((8, 2, 4), np.float32)
 PARAMS = {"a": {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}}}
-LARGE = np.arange(16.0, dtype=np.float32).reshape(8, 2) * 50
+# The last replica has the largest logit of one head, the first that of the other.
+LARGE = np.stack([np.arange(8), 7.5 - np.arange(8)], 1).astype(np.float32) * 100
 SMALL = np.zeros((8, 2), np.float32)
 
 WAYS = {

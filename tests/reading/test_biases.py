@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, more, normal
+from helpers import are_unlike, differ, few, first_that, more, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -17,12 +17,10 @@ B, T, D, H, DIM = 2, 8, 12, 3, 4
 X, PAIRS = normal(1, B, T, D), normal(2, B, T, T, 5)
 CAUSAL = np.tri(T, dtype=bool)
 FAR = np.arange(T)[:, None] - np.arange(T) + T - 1
-PARAMS = {name: normal(i, D, D, scale=0.7) for i, name in enumerate("qkvo")} | {
-    "table": normal(5, 2 * T - 1, H, scale=90),
-    "pair": normal(6, 5, H, scale=60),
-    "forget": normal(7, D, H),
-    "cap": jnp.asarray(5.0),
-}
+
+
+def draw(seed):
+    return {name: normal((seed, i), D, D, scale=0.7) for i, name in enumerate("qkvo")}
 
 
 def heads(p, x):
@@ -31,9 +29,24 @@ def heads(p, x):
 
 def largest(p, mask=True):
     """The largest logits that query and key make, in float64."""
-    q, k, _ = (np.asarray(y, np.float64) for y in heads(p, X))
+    as_numbers = {name: np.asarray(p[name], np.float64) for name in "qkv"}
+    q, k, _ = heads(as_numbers, np.asarray(X, np.float64))
     logits = np.einsum("bthd,bshd->bhts", q, k) / DIM**0.5
     return np.where(mask, logits, -np.inf).max((0, 2, 3))
+
+
+def distinguishes(p):
+    """Whether the mask hides the largest logit of every head, and heads differ."""
+    seen = largest(p, CAUSAL)
+    return differ(seen, largest(p)) and are_unlike(seen) and are_unlike(largest(p))
+
+
+PARAMS = first_that(distinguishes, draw) | {
+    "table": normal(5, 2 * T - 1, H, scale=90),
+    "pair": normal(6, 5, H, scale=60),
+    "forget": normal(7, D, H),
+    "cap": jnp.asarray(5.0),
+}
 
 
 def attention(added):
@@ -47,6 +60,14 @@ def attention(added):
         return jnp.mean(jnp.sin(out @ p["o"]) ** 2)
 
     return loss
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def biased(added, mask):
+    """The largest logits that enter the softmax."""
+    q, k, _ = heads(PARAMS, X)
+    logits = added(PARAMS, jnp.einsum("bthd,bshd->bhts", q, k) / DIM**0.5)
+    return jnp.where(mask, logits, -jnp.inf).max((0, 2, 3))
 
 
 def table(p):
@@ -82,8 +103,8 @@ BIASES = {
     "-1e4 in bfloat16": (lambda p, s: s + table(p) + hides(-1e4, "bfloat16"), CAUSAL),
     "one array": (lambda p, s: s + (table(p) / 9 + hides(-1e4)), CAUSAL),
     "finfo": (lambda p, s: table(p) + s + hides(jnp.finfo("float32").min), CAUSAL),
-    "-inf": (lambda p, s: s + hides(-jnp.inf), CAUSAL),
-    "subtracted": (lambda p, s: s - (table(p) + 1e4 * ~CAUSAL), CAUSAL),
+    "-inf": (lambda p, s: s + table(p) + hides(-jnp.inf), CAUSAL),
+    "subtracted": (lambda p, s: s - (table(p) + 2e4 * ~CAUSAL), CAUSAL),
     "a number": (lambda p, s: s - 2e4 + table(p), True),
     "cap": (lambda p, s: p["cap"] * jnp.tanh(s / p["cap"]) + hides(-1e4), CAUSAL),
     "under a cap": (lambda p, s: 5 * jnp.tanh((s + table(p)) / 5), True),
@@ -91,13 +112,14 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("name", few(list(BIASES), "T5", "FoX"))
+@pytest.mark.parametrize("name", few(list(BIASES), "T5", "FoX", "subtracted"))
 def test_a_head_is_clipped_by_what_query_and_key_make(name):
     added, mask = BIASES[name]
     loss = attention(added)
     recorded = jax.value_and_grad(mc.record_attention(loss), has_aux=True)
     (value, stats), grads = jax.jit(recorded)(PARAMS, X)
     before = largest(PARAMS, mask)
+    assert differ(before, biased(added, mask))
     np.testing.assert_allclose(stats["max_logits"], before, rtol=1e-5)
     expected = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
     jax.tree.map(
@@ -141,11 +163,17 @@ def test_the_table_names_the_one_kernel_that_makes_a_bias():
 
 
 ROWS, WIDTH = 3, 5
-SEEN = np.arange(T) < np.array([[T], [5]])  # residues of each protein
-EVOFORMER = {n: normal(i, 2, D, H, DIM, scale=0.7) for i, n in enumerate("qkvg")} | {
-    "o": normal(5, 2, H, DIM, D, scale=0.1),
-    "pair": normal(6, 2, WIDTH, H, scale=60),
-}
+SEEN = np.arange(T) < np.array([[5], [4]])  # residues of each protein
+
+
+def draw_evoformer(seed):
+    params = {
+        n: normal((seed, i), 2, D, H, DIM, scale=0.7) for i, n in enumerate("qkvg")
+    }
+    return params | {
+        "o": normal((seed, 5), 2, H, DIM, D, scale=0.1),
+        "pair": normal((seed, 6), 2, WIDTH, H, scale=60),
+    }
 
 
 def row_attention(p, x, pairs):
@@ -166,32 +194,41 @@ def test_row_attention_with_a_bias_of_pairs():
         return jnp.mean(jnp.sin(jax.lax.scan(block, x, p)[0]))
 
     @jax.jit
-    def exact(p):
+    def exact(p, seen=SEEN):
         def block(x, p):
             x, logits = row_attention(p, x, PAIRS)
-            shown = jnp.where(SEEN[:, None, None, None], logits, -jnp.inf)
+            shown = jnp.where(seen[:, None, None, None], logits, -jnp.inf)
             return x, shown.max((0, 1, 3, 4))
 
         return jax.lax.scan(block, msa, p)[1]
 
-    reading = mc.read_model(loss, EVOFORMER, msa)
-    stats = jax.jit(lambda p: mc.record_attention(loss)(p, msa)[1])(EVOFORMER)
-    before = exact(EVOFORMER)
+    def distinguishes(p):
+        return differ(exact(p), exact(p, np.ones_like(SEEN)))
+
+    params = first_that(distinguishes, draw_evoformer)
+    reading = mc.read_model(loss, params, msa)
+    stats = jax.jit(lambda p: mc.record_attention(loss)(p, msa)[1])(params)
+    before = exact(params)
     np.testing.assert_allclose(stats["max_logits"], before, rtol=1e-5)
     tau = float(np.median(before[0]))
-    after = exact(mc.clip_qk(EVOFORMER, stats, tau, model=reading))
+    after = exact(mc.clip_qk(params, stats, tau, model=reading))
     # The second layer's input changes with the first.
     np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
 
 
+def masked(p):
+    """A bias and a mask in one array."""
+    return table(p) + hides(-2e4)
+
+
 def over_heads(p, s):
-    pairs = jnp.moveaxis(s, 1, 0), table(p)
+    pairs = jnp.moveaxis(s, 1, 0), masked(p)
     return jnp.moveaxis(jax.lax.map(lambda x: x[0] + x[1], pairs), 0, 1)
 
 
 def over_queries(p, s):
     def fill(i, done):
-        row = jax.lax.dynamic_index_in_dim(s, i, 2) + table(p)[:, i][:, None]
+        row = jax.lax.dynamic_index_in_dim(s, i, 2) + masked(p)[:, i][:, None]
         return jax.lax.dynamic_update_slice_in_dim(done, row, i, 2)
 
     return jax.lax.fori_loop(0, T, fill, jnp.zeros_like(s))
@@ -199,7 +236,7 @@ def over_queries(p, s):
 
 def until(p, s):
     def more(state):
-        return state[0] + table(p), state[1] + 1
+        return state[0] + masked(p), state[1] + 1
 
     return jax.lax.while_loop(lambda state: state[1] < 2, more, (s, 0))[0]
 
@@ -210,7 +247,7 @@ def on_devices(p, s):
     add = jax.shard_map(
         lambda a, b: a + b, mesh=mesh, in_specs=specs, out_specs=specs[0]
     )
-    return add(s, table(p))
+    return add(s, masked(p))
 
 
 @jax.custom_vjp
@@ -221,20 +258,20 @@ def sum_of(s, b):
 sum_of.defvjp(lambda s, b: (s + b, None), lambda _, g: (g, g.sum(0)))
 
 PLACES = {
-    "jit": lambda p, s: jax.jit(jnp.add)(s, table(p)),
-    "remat": lambda p, s: jax.checkpoint(lambda s, b: s + b)(s, table(p)),
-    "custom_vjp": lambda p, s: sum_of(s, table(p)),
+    "jit": lambda p, s: jax.jit(jnp.add)(s, masked(p)),
+    "remat": lambda p, s: jax.checkpoint(lambda s, b: s + b)(s, masked(p)),
+    "custom_vjp": lambda p, s: sum_of(s, masked(p)),
     "cond": lambda p, s: jax.lax.cond(
-        jnp.sum(s) < 1e9, lambda s: s + table(p), lambda s: s, s
+        jnp.sum(s) < 1e9, lambda s: s + masked(p), lambda s: s, s
     ),
     "scan": lambda p, s: jax.lax.scan(
-        lambda s, share: (s + share * table(p), None), s, jnp.arange(3.0)
+        lambda s, share: (s + share * masked(p), None), s, jnp.arange(3.0)
     )[0],
     "map": over_heads,
     "fori_loop": over_queries,
     "while_loop": until,
     "shard_map": on_devices,
-    "vmap": lambda p, s: jax.vmap(jnp.add, (1, 0), 1)(s, table(p)),
+    "vmap": lambda p, s: jax.vmap(jnp.add, (1, 0), 1)(s, masked(p)),
 }
 
 
@@ -242,7 +279,8 @@ PLACES = {
 def test_wherever_a_bias_is_added(place):
     loss = attention(PLACES[place])
     value, stats = jax.jit(mc.record_attention(loss))(PARAMS, X)
-    np.testing.assert_allclose(stats["max_logits"], largest(PARAMS), rtol=1e-5)
+    expected = largest(PARAMS, CAUSAL)
+    np.testing.assert_allclose(stats["max_logits"], expected, rtol=1e-5)
     np.testing.assert_allclose(value, loss(PARAMS, X), rtol=1e-5)
 
 
@@ -254,10 +292,10 @@ BY_KERNELS = {
 
 @pytest.mark.parametrize("kernel", BY_KERNELS)
 def test_functions_with_a_bias_among_their_arguments(kernel):
-    bias = jnp.moveaxis(PARAMS["table"][FAR], -1, 0)[None]
+    bias = masked(PARAMS)[None]
 
     def loss(p, x):
-        return jnp.sum(BY_KERNELS[kernel](*heads(p, x), bias=bias, is_causal=True) ** 2)
+        return jnp.sum(BY_KERNELS[kernel](*heads(p, x), bias=bias) ** 2)
 
     _, stats = jax.jit(mc.record_attention(loss))(PARAMS, X)
     np.testing.assert_allclose(stats["max_logits"], largest(PARAMS, CAUSAL), rtol=1e-5)

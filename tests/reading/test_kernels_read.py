@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, naive_logits, normal, one_at_a_time
+from helpers import are_unlike, few, first_that, naive_logits, normal, one_at_a_time
 from internals import cudnn, largest_by_sums
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
@@ -21,24 +21,55 @@ import muonclip_jax as mc
 
 
 B, T, D, H, DIM = 2, 128, 8, 4, 64
-PARAMS = {name: normal(i, D, H * DIM, scale=0.3) for i, name in enumerate("qkv")}
 X = normal(3, B, T, D)
-FLAT = {"ndim": 2, "axis": -2, "split": (H, DIM)}
+CAUSAL = np.tril(np.ones((T, T), bool))
+SEGMENTS = np.repeat(np.arange(2), T // 2)[None].repeat(B, 0)
+SAME = (SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None]
+
+
+def draw(seed):
+    return {
+        name: normal((seed, i), D, H * DIM, scale=0.3) for i, name in enumerate("qkv")
+    }
+
+
+def grouped(p):
+    """The same with two heads of keys."""
+    return {n: x[:, : 2 * DIM] for n, x in p.items()} | {"q": p["q"]}
 
 
 def heads(p, x):
     return [(x @ p[name]).reshape(*x.shape[:2], -1, DIM) for name in "qkv"]
 
 
+def expected(p, mask=None):
+    as_numbers = {name: np.asarray(y, np.float64) for name, y in p.items()}
+    query, key, _ = heads(as_numbers, np.asarray(X, np.float64))
+    key = np.repeat(key, query.shape[2] // key.shape[2], 2)
+    return naive_logits(query, key, mask).max((0, 2, 3))
+
+
+def distinguishes(p):
+    """Whether each mask hides the largest logit of some head, and heads differ."""
+
+    def hides(p, more, fewer=None):
+        return not np.allclose(expected(p, more), expected(p, fewer), rtol=0.01)
+
+    every = None, CAUSAL, SAME
+    return (
+        all(hides(p, mask) for mask in (CAUSAL, SAME))
+        and all(hides(grouped(p), CAUSAL & SAME, mask) for mask in every)
+        and all(are_unlike(expected(p, mask)) for mask in every)
+    )
+
+
+PARAMS = first_that(distinguishes, draw)
+FLAT = {"ndim": 2, "axis": -2, "split": (H, DIM)}
+
+
 def layer_of(loss, params=PARAMS):
     (layer,) = mc.read_model(loss, params, X).attention
     return layer
-
-
-def expected(p, mask=None):
-    query, key, _ = (np.asarray(x, np.float64) for x in heads(p, X))
-    key = np.repeat(key, query.shape[2] // key.shape[2], 2)
-    return naive_logits(query, key, mask).max((0, 2, 3))
 
 
 OURS = {
@@ -58,11 +89,8 @@ def test_this_packages_own_are_read_and_recorded(name):
     assert layer == mc.AttentionLayer("", (query,), (key,))
     value, stats = jax.jit(mc.record_attention(jax.checkpoint(loss)))(PARAMS, X)
     np.testing.assert_allclose(value, loss(PARAMS, X), rtol=1e-4)
-    largest = expected(PARAMS, np.tril(np.ones((T, T), bool)))
+    largest = expected(PARAMS, CAUSAL)
     np.testing.assert_allclose(stats["max_logits"], largest, rtol=1e-4)
-
-
-SEGMENTS = np.repeat(np.arange(2), T // 2)[None].repeat(B, 0)
 
 
 def test_segments_of_splash_attention():
@@ -74,8 +102,7 @@ def test_segments_of_splash_attention():
 
     assert [leaf.path for leaf in layer_of(loss).leaves] == ["q", "k"]
     stats = jax.jit(lambda p, x: mc.record_attention(loss)(p, x)[1])(PARAMS, X)
-    mask = (SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None]
-    np.testing.assert_allclose(stats["max_logits"], expected(PARAMS, mask), rtol=1e-4)
+    np.testing.assert_allclose(stats["max_logits"], expected(PARAMS, SAME), rtol=1e-4)
 
 
 def _splash_of_jax(key_heads, is_segmented, has_batch):
@@ -157,7 +184,7 @@ def test_a_kernel_of_pallas_that_nobody_taught_is_refused():
 
 def test_a_copy_of_splash_attention_is_taught():
     """A table comes first, ids come last; heads before lengths, and no batch."""
-    params = {n: x[:, : 2 * DIM] for n, x in PARAMS.items()} | {"q": PARAMS["q"]}
+    params = grouped(PARAMS)
     kernel = jax.vmap(lambda *x: _copied(jnp.arange(T), *x, -1e30))
 
     def loss(p, x):
@@ -193,8 +220,7 @@ def test_a_copy_of_splash_attention_is_taught():
     assert value == plain_value
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad, plain_grads[name])
-    mask = np.tril(np.ones((T, T), bool))
-    mask = (mask & (SEGMENTS[:, :, None] == SEGMENTS[:, None]))[:, None]
+    mask = CAUSAL & SAME
     largest = expected(params, mask)
     np.testing.assert_allclose(stats["max_logits"], largest, rtol=1e-4)
     tau = float(np.median(largest))

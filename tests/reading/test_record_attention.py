@@ -8,16 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import few, naive_logits, normal, one_at_a_time
+from helpers import (
+    are_unlike,
+    differ,
+    few,
+    first_that,
+    naive_logits,
+    normal,
+    one_at_a_time,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_read_attention import PARAMS, WAYS
-from variants import B, cut, D, DIM, normed, T
+from test_read_attention import WAYS
+from variants import B, cut, D, DIM, FLAT, H, normed, T
 
 import muonclip_jax as mc
 
 
 X = normal(9, B, T, D)
+CAUSAL = np.tril(np.ones((T, T), bool))
+FIRST = np.arange(T) < 4
+
+
+def _draw(seed):
+    shapes = {"q": FLAT, "k": FLAT, "v": (D, D)}
+    return {n: normal((seed, i), *x) for i, (n, x) in enumerate(shapes.items())}
 
 
 def _assert_close(actual, expected):
@@ -29,25 +44,43 @@ def _leaf(stats):
     return np.asarray(leaf)
 
 
-def _expected(p, x, mask=None):
+def _expected(p, x, mask=None, added=0):
     """In float64, over batch, queries and keys."""
-    query, key = (np.asarray(cut(x @ p[name])) for name in "qk")
-    return naive_logits(query * DIM**0.5, key, mask).max((0, 2, 3))
+    x = np.asarray(x, np.float64)
+    query, key = (cut(x @ np.asarray(p[name], np.float64)) for name in "qk")
+    return (naive_logits(query * DIM**0.5, key, mask) + added).max((0, 2, 3))
 
 
 def _of_the_masked(p, x):
-    mask = np.tril(np.ones((T, T), bool))  # without the slopes
-    return _expected({**p, "q": p["q"] / DIM**0.5}, x, mask)
+    return _expected({**p, "q": p["q"] / DIM**0.5}, x, CAUSAL)  # without the slopes
 
+
+def _below_zero(p):
+    """All logits of `abs(X)` are."""
+    return {"q": abs(p["q"]), "k": -abs(p["k"]), "v": p["v"]}
+
+
+def _distinguishes(p):
+    """Whether masks and slopes change the numbers, and heads differ."""
+    seen, every = _expected(p, X, CAUSAL), _expected(p, X)
+    slopes = 2.0 ** -np.arange(1, H + 1)[:, None, None] * np.tril(FAR)
+    return (
+        differ(seen, every)
+        and not np.allclose(_expected(p, X, FIRST), every, rtol=0.01)
+        and not np.allclose(_expected(p, X, CAUSAL, -slopes), seen, rtol=0.01)
+        and all(map(are_unlike, (seen, every, _expected(_below_zero(p), abs(X)))))
+    )
+
+
+FAR = np.arange(T)[:, None] - np.arange(T)
+PARAMS = first_that(_distinguishes, _draw)
 
 EXPECTED = {
     "of data": _expected,
     "masked": _of_the_masked,
     "in a branch": _expected,
-    "in two blocks": lambda p, x: _expected(p, x, (np.arange(T) < 4)[None, None, None]),
-    "stock": lambda p, x: _expected(
-        {**p, "q": p["q"] / DIM**0.5}, x, np.tril(np.ones((T, T), bool))
-    ),
+    "in two blocks": lambda p, x: _expected(p, x, FIRST),
+    "stock": _of_the_masked,
 }
 
 
@@ -123,6 +156,94 @@ def test_a_loop_of_unknown_length():
 
     _, stats = mc.record_attention(fun)(PARAMS, X)  # one trip
     np.testing.assert_allclose(_leaf(stats), EXPECTED["masked"](PARAMS, X), rtol=1e-5)
+
+
+def _on_negative_x(p, x):
+    """Runs once."""
+    return jax.lax.while_loop(
+        lambda x: x.max() > 0, lambda x: -normed(x + _nonnegative(p, x)), x
+    )
+
+
+def _nonnegative(p, x):
+    return jnp.abs(WAYS["of data"](p, x)).mean(2)
+
+
+def _in_one_of_two(p, x):
+    """The second trip takes the other branch."""
+
+    def step(i, out):
+        return out + jax.lax.cond(i == 0, _nonnegative, lambda p, x: x, p, x)
+
+    return jax.lax.fori_loop(0, 2, step, x)
+
+
+@pytest.mark.parametrize("fun", [_on_negative_x, _in_one_of_two])
+def test_largest_logits_below_zero(fun):
+    """Nothing is larger, not even where no logits are."""
+    params = _below_zero(PARAMS)
+    expected = _expected(params, abs(X))
+    assert (expected < -1).all()
+    _, stats = jax.jit(mc.record_attention(fun))(params, abs(X))
+    np.testing.assert_allclose(_leaf(stats), expected, rtol=1e-5)
+
+
+def _mapped_over_heads(attend, *heads):
+    return jax.lax.map(lambda x: attend(*x), heads)
+
+
+def _scanned_over_heads(attend, *heads):
+    return jax.lax.scan(lambda carry, x: (carry, attend(*x)), 0, heads)[1]
+
+
+def _vmapped_over_heads(attend, *heads):
+    return jax.vmap(attend)(*heads)
+
+
+@pytest.mark.parametrize(
+    "run",
+    few(
+        [_mapped_over_heads, _scanned_over_heads, _vmapped_over_heads],
+        _mapped_over_heads,
+    ),
+)
+def test_heads_one_by_one_have_a_maximum_each(run):
+    def attend(query, key):
+        return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key))
+
+    def fun(p, x):
+        heads = (jnp.moveaxis(cut(x @ p[name]), 2, 0) for name in "qk")
+        return jnp.einsum("hbqk,bkd->bqhd", run(attend, *heads), x @ p["v"])
+
+    expected = _expected(PARAMS, X)
+    _, stats = jax.jit(mc.record_attention(fun))(PARAMS, X)
+    np.testing.assert_allclose(_leaf(stats), expected, rtol=1e-5)
+
+
+AFTER_THE_MAXIMUM = {
+    "divided": (lambda s: jnp.exp(s / 3), 1 / 3),
+    "multiplied": (lambda s: jnp.exp(0.25 * s), 0.25),
+    "twice": (lambda s: jnp.exp(4 * (s / 3)), 4 / 3),
+    "to base 2": (lambda s: jnp.exp2(s / 3), np.log(2) / 3),
+    "to base 5": (lambda s: 5**s, np.log(5)),
+}
+
+
+@pytest.mark.parametrize("name", few(AFTER_THE_MAXIMUM, "divided", "to base 2"))
+def test_a_temperature_after_the_maximum(name):
+    """Logits are what is exponentiated to base e: of it the largest is subtracted."""
+    exponential, factor = AFTER_THE_MAXIMUM[name]
+
+    def fun(p, x):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
+        weights = exponential(logits - logits.max(-1, keepdims=True))
+        weights = weights / weights.sum(-1, keepdims=True)
+        return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
+
+    before = _expected(PARAMS, X)
+    assert differ(factor * before, before) and differ(factor * before, before / factor)
+    _, stats = jax.jit(mc.record_attention(fun))(PARAMS, X)
+    np.testing.assert_allclose(_leaf(stats), factor * before, rtol=1e-5)
 
 
 @pytest.mark.more
