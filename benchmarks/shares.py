@@ -13,8 +13,8 @@ import numpy as np
 from internals import (
     Exchange,
     groups_of,
-    Matrices,
     matrix_view,
+    MatrixLeaf,
     plan_exchanges,
     solver,
 )
@@ -94,10 +94,10 @@ def _plan(
     return plan_exchanges(solver(platform), _leaves(model), model.mesh, slow_axes)
 
 
-def _leaves(model: Model) -> list[Matrices]:
+def _leaves(model: Model) -> list[MatrixLeaf]:
     dtype, axes = model.mu_dtype or "float32", MuonDimensionNumbers(-2, -1)
     names = sorted(model.shapes.keys() - set(model.adam))
     leaves = [jax.ShapeDtypeStruct(model.shapes[x], jnp.dtype(dtype)) for x in names]
     views = (matrix_view(leaf.shape, axes) for leaf in leaves)
     specs = (model.specs[name] for name in names)
-    return [*map(Matrices, leaves, views, specs)]
+    return [*map(MatrixLeaf, leaves, views, specs)]

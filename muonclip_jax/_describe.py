@@ -11,15 +11,15 @@ from jax.sharding import AxisType
 
 from ._calls import explained
 from ._layout.layout import Layout, read_layout
-from ._layout.shardings import Leaf, mesh_axes
+from ._layout.shardings import mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
-from ._matrices.stacks import Matrices, MatrixView, plan_stacks
+from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
 from ._model.attention_layers import Attention, Layers, layers_of
 from ._model.per_head import matrix_rules
 from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
-from ._options import flag
+from ._options import check_flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from ._parameters.fit import check_params
@@ -120,10 +120,10 @@ def describe(
         decays = _decays(layout, *rates, weight_decay_mask)
     columns: list[Row] = [names, *(_row(x, roles, decays) for x in layout.leaves)]
     blocks = [_totals(layout)]
-    if flag("stacks", stacks):
+    if check_flag("stacks", stacks):
         # As on CPU, where tall matrices are turned and share stacks with wide ones.
         pieces = [
-            Matrices(leaf.array, piece.view.wide)
+            MatrixLeaf(leaf.array, piece.view.wide)
             for leaf in layout.leaves
             for piece in (pieces_of(leaf.view) if leaf.view else ())
         ]
@@ -132,7 +132,9 @@ def describe(
     blocks += [[refusal]] if refusal else []
     blocks += [_untold(layout)]
     read = model if attention is None else None
-    return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
+    return leaf_table(
+        columns, blocks, model=read, collapse=check_flag("collapse", collapse)
+    )
 
 
 def _untold(layout: Layout) -> list[str]:
@@ -206,7 +208,9 @@ def _decays(
 
 
 def _row(
-    leaf: Leaf, roles: dict[paths.Path, list[str]], decays: dict[paths.Path, str] | None
+    leaf: PlacedLeaf,
+    roles: dict[paths.Path, list[str]],
+    decays: dict[paths.Path, str] | None,
 ) -> tuple[str, ...]:
     path, x = leaf.path, leaf.array
     decay = [decays[path]] if decays else []

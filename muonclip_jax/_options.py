@@ -49,7 +49,7 @@ FloatDType = (
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
+def check_number(name: str, value: Any, within: Range | None, *others: str) -> Any:
     """The value; `ValueError` for no real number, and for one out of range.
 
     `others` are further kinds that it may be: "an array", "a schedule", whose results
@@ -61,7 +61,7 @@ def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
     if callable(value) and "a schedule" in others:
         also = [x for x in others if x == "an array"]
         of = f"the value of the schedule {name}"
-        return lambda step: number(of, value(step), None, *also)
+        return lambda step: check_number(of, value(step), None, *also)
     kinds = " or ".join(("a number", *others))
     # Schedules are the likely mistake where optax has them for some arguments only.
     if callable(value):
@@ -90,7 +90,7 @@ def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
     return value
 
 
-def begins(name: str, first: Any, within: Range) -> None:
+def check_first(name: str, first: Any, within: Range) -> None:
     """Raises where a schedule is out of range in its first step.
 
     A warm-up often begins at 0. Traced, there is no value to look at yet.
@@ -101,7 +101,7 @@ def begins(name: str, first: Any, within: Range) -> None:
         )
 
 
-def whole_number(name: str, value: Any, least: int | None = None) -> int:
+def check_whole_number(name: str, value: Any, least: int | None = None) -> int:
     """The value as an integer; `ValueError` for no integer, one too small or traced."""
     kind = "a whole number" if least is None else f"a whole number from {least} on"
     try:
@@ -117,7 +117,7 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     return found
 
 
-def flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     """The value as a bool; `ValueError` for what is none."""
     # By type: an argument in the wrong place, or the string "False", has a truth value.
     if isinstance(value, bool | np.bool_):
@@ -126,13 +126,13 @@ def flag(name: str, value: Any) -> bool:
     raise ValueError(f"{name} must be True or False{known}, got {shown(value)}")
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"unknown {name} {shown(value)}; choose one of {known}")
 
 
-def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
+def check_float_dtype(name: str, value: Any, also: str | None = None) -> Any:
     """The value as a dtype of 16 bits or more, or `also`; `None` stays."""
     if value is None:
         return None
@@ -159,7 +159,7 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.inexact) and jnp.finfo(dtype).dtype.name in FLOATS
 
 
-def array(name: str, value: Any, *, real: bool = False) -> jax.Array:
+def check_array(name: str, value: Any, *, real: bool = False) -> jax.Array:
     """The value as an array of numbers or bools; `ValueError` for what is none."""
     try:
         x = jnp.asarray(value)
@@ -172,12 +172,12 @@ def array(name: str, value: Any, *, real: bool = False) -> jax.Array:
     return x
 
 
-def function_or_none(name: str, value: Any) -> None:
+def check_function_or_none(name: str, value: Any) -> None:
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {shown(value)}")
 
 
-def transformation(name: str, value: Any) -> None:
+def check_transformation(name: str, value: Any) -> None:
     if not all(callable(getattr(value, part, None)) for part in ("init", "update")):
         raise ValueError(
             f"{name} must be an optax.GradientTransformation, such as "

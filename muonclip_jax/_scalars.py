@@ -17,7 +17,7 @@ from ._layout.layout import read_layout
 from ._model.attention_layers import Attention, layers_of
 from ._model.statistics import read_attention_stats
 from ._muon.momentum import ScaleByMuonState
-from ._options import flag
+from ._options import check_flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.fit import check_params
@@ -115,7 +115,7 @@ def scalars(
         if own.count != clip.gamma.size and model is not None and attention is None:
             # An optimizer that was given the layers to clip does not watch others.
             own = Heads(layout, layers_of(model, model.attention))
-        found |= _of_heads(clip, own, flag("heads", heads))
+        found |= _of_heads(clip, own, check_flag("heads", heads))
     elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
         got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
         raise ValueError(f"scalars needs a state, got {got}: call {call}")

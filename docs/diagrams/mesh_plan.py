@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from internals import (
     groups_of,
-    Matrices,
     matrix_view,
+    MatrixLeaf,
     OwnedStack,
     plan_exchanges,
     solver,
@@ -51,7 +51,9 @@ class Plan:
         given = (
             (jax.ShapeDtypeStruct(leaf.shape, "float32"), leaf.spec) for leaf in leaves
         )
-        matrices = [Matrices(x, matrix_view(x.shape, AXES), spec) for x, spec in given]
+        matrices = [
+            MatrixLeaf(x, matrix_view(x.shape, AXES), spec) for x, spec in given
+        ]
         self.exchanges = plan_exchanges(SOLVER, matrices, mesh)
         # In the order in which a device iterates them.
         self.stacks = [owned for each in self.exchanges for owned in each.stacks]

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._model.statistics import STATISTIC
-from .._options import function_or_none
+from .._options import check_function_or_none
 from .logits import logits_and_values, make_window
 from .max_logits import in_blocks, statistic
 
@@ -79,7 +79,7 @@ def attention_fn(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    function_or_none("kernel", kernel)
+    check_function_or_none("kernel", kernel)
     if kernel is not None:
         einsums = qk_attn_weights_einsum or attn_weights_value_einsum
         if einsums or (dropout_rate > 0 and not deterministic):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._axes import explicit_spec, on_automatic_axes
+from .._mesh_axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
-from .._options import whole_number
+from .._options import check_whole_number
 from .logits import (
     grouped,
     Logits,
@@ -81,7 +81,7 @@ def blockwise_attention(
         Milakov and Gimelshein, "Online normalizer calculation for softmax",
         arXiv:1805.02867; Dao et al., "FlashAttention", arXiv:2205.14135.
     """
-    size = whole_number("block_size", block_size, 1)
+    size = check_whole_number("block_size", block_size, 1)
     ids = query_segment_ids, key_segment_ids
     window = make_window(is_causal, local_window_size)
     logits, (value,) = logits_and_values(

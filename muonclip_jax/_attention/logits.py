@@ -16,8 +16,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from .._axes import explicit_spec, manual_axes, varying
-from .._options import array, FINITE, flag, FLOATS, number, whole_number
+from .._mesh_axes import explicit_spec, manual_axes, varying
+from .._options import (
+    check_array,
+    check_flag,
+    check_number,
+    check_whole_number,
+    FINITE,
+    FLOATS,
+)
 
 
 #: How many keys a query sees before and after itself; `None` for all.
@@ -208,7 +215,7 @@ def fitting(
 ) -> tuple[tuple[int, ...], list[jax.Array]]:
     """Returns the shape of the logits, and all arrays with its batch axes."""
     given = zip(("query", "key", "value"), (query, key, *values), strict=False)
-    named = [(name, array(name, x)) for name, x in given]
+    named = [(name, check_array(name, x)) for name, x in given]
     arrays = [x for _, x in named]
     query, key = arrays[:2]
     shapes = ", ".join(f"{name} {x.shape}" for name, x in named)
@@ -246,7 +253,7 @@ def broadcasting(
     """Checks that an array broadcasts to `shape`; returns it without broadcasting."""
     if x is None:
         return None
-    x = array(name, x, real=True)
+    x = check_array(name, x, real=True)
     if name == "bias" and x.dtype == bool:
         raise ValueError("bias has bools, and is added to the logits: they are a mask")
     # A mask of zeros and large negative numbers would hide what it means to show.
@@ -289,7 +296,7 @@ def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
     """Returns the scale of the logits, `1/sqrt(head_dim)` by default."""
     if scale is None:
         scale = 1 / math.sqrt(max(head_dim, 1))
-    number("scale", scale, FINITE)
+    check_number("scale", scale, FINITE)
     return jnp.asarray(scale, dtype)
 
 
@@ -299,9 +306,9 @@ def make_window(is_causal: bool, local: Any) -> Window:
     if len(pair) != 2:
         raise ValueError(f"local_window_size must be one number or a pair, got {local}")
     before, after = pair
-    after = 0 if flag("is_causal", is_causal) else after
+    after = 0 if check_flag("is_causal", is_causal) else after
     before, after = (
-        min(max(whole_number("local_window_size", keys), -_ALL), _ALL)
+        min(max(check_whole_number("local_window_size", keys), -_ALL), _ALL)
         if keys is not None
         else None
         for keys in (before, after)

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .._axes import on_automatic_axes
+from .._mesh_axes import on_automatic_axes
 from .._model.statistics import largest
 from .logits import Logits, logits_and_values, make_window, result_specs, vary_as
 

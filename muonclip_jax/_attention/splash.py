@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from .._axes import manual_axes
+from .._mesh_axes import manual_axes
 from .._model.statistics import largest, STATISTIC
-from .._options import whole_number
+from .._options import check_whole_number
 from .logits import fitting, make_window, scalar, segments, Window
 
 
@@ -95,7 +95,7 @@ def splash_attention(
             "say how they are sharded: call it in jax.shard_map(..., check_vma=False)"
         )
     window = make_window(is_causal, local_window_size)
-    block_size = whole_number("block_size", block_size, 1)
+    block_size = check_whole_number("block_size", block_size, 1)
     ids = segments(query_segment_ids, key_segment_ids, shape)
     batch, (length, key_length) = query.shape[:-1], shape[-2:]
     padded = _padded(length), _padded(key_length)

@@ -17,14 +17,14 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._axes import (
+from .._matrices.stacks import MatrixLeaf
+from .._mesh_axes import (
     gather_everywhere,
     impose_no_sharding,
     is_batched_by_mesh,
     is_checked,
     manual_axes,
 )
-from .._matrices.stacks import Matrices
 from .._parameters import paths
 from .._parameters.paths import is_masked, PathedTree, show
 from .shardings import (
@@ -34,8 +34,8 @@ from .shardings import (
     check_spec,
     found_sharding,
     given_shardings,
-    Leaf,
     mesh_axes,
+    PlacedLeaf,
     Shardings,
 )
 
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     """The leaves of a tree, and how mapped axes and meshes divide each of them."""
 
     tree: PathedTree
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[PlacedLeaf, ...]
     replicas: AxisNames  # those of `axis_name=`
 
     @property
@@ -88,12 +88,12 @@ class Layout(NamedTuple):
         found, manual = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
         return tuple(a for a in found if a in manual) or tuple(found)
 
-    def of(self, tree: Any) -> list[Leaf]:
+    def of(self, tree: Any) -> list[PlacedLeaf]:
         """The leaves with the arrays of another tree of this structure."""
         pairs = zip(self.leaves, self.tree.of(tree), strict=True)
         return [leaf._replace(array=x) for leaf, x in pairs]
 
-    def on_mesh(self, leaves: Sequence[Leaf]) -> tuple[Any, Sequence[Leaf]]:
+    def on_mesh(self, leaves: Sequence[PlacedLeaf]) -> tuple[Any, Sequence[PlacedLeaf]]:
         """The mesh of leaves, `None` if they are on none, and the leaves with specs.
 
         What the user gave counts; else what arrays and, with explicit axes, tracers
@@ -119,8 +119,8 @@ class Layout(NamedTuple):
         return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
 
     def places(
-        self, leaves: Sequence[Leaf], slow: AxisNames = ()
-    ) -> list[tuple[Place, dict[int, Matrices]]]:
+        self, leaves: Sequence[PlacedLeaf], slow: AxisNames = ()
+    ) -> list[tuple[Place, dict[int, MatrixLeaf]]]:
         """Groups leaves that have a view by where they are; by their index.
 
         **Raises:** `ValueError` for `slow` axes that devices have not.
@@ -137,7 +137,7 @@ class Layout(NamedTuple):
                 f"slow_axes names axes that are none here: {absent}; there are "
                 f"{sorted(map(str, known))}"
             )
-        found: dict[Place, dict[int, Matrices]] = {}
+        found: dict[Place, dict[int, MatrixLeaf]] = {}
         for i, leaf in enumerate(leaves):
             spec, place = leaf.spec, Place("one device")
             if axes:
@@ -147,7 +147,7 @@ class Layout(NamedTuple):
                 kind = "unknown" if spec is None else "mesh"
                 place = Place(kind, mesh, slow=slow)
             if leaf.view:
-                matrices = Matrices(leaf.array, leaf.view, spec or PartitionSpec())
+                matrices = MatrixLeaf(leaf.array, leaf.view, spec or PartitionSpec())
                 found.setdefault(place, {})[i] = matrices
         # A mesh may have two places: leaves whose sharding is known, and others. The
         # known ones are exchanged by a plan, which sends fewer bytes than XLA does, and
@@ -174,7 +174,7 @@ class Layout(NamedTuple):
         if not self.replicas:
             return gradients
 
-        def mean(leaf: Leaf) -> Any:
+        def mean(leaf: PlacedLeaf) -> Any:
             # An axis may be both, as with FSDP, which divides the batch and cuts the
             # leaves: along it the gradients of a block have been reduced and scattered
             # by the user, and what other devices have are other entries.
@@ -185,7 +185,7 @@ class Layout(NamedTuple):
 
         return self.tree.unflatten(map(mean, self.of(gradients)))
 
-    def check_types(self, leaves: Sequence[Leaf]) -> None:
+    def check_types(self, leaves: Sequence[PlacedLeaf]) -> None:
         """Raises where the types of averaged leaves contradict `shardings=`."""
         # With `check_vma` the type of an array says along which axes it may differ.
         # Work is shared along these axes in the belief that leaves are the same, or cut
@@ -233,7 +233,7 @@ def read_layout(
             cut = along(mesh.manual_axes, spec)
             shape = tuple(map(math.prod, blocks_along(x.shape, cut, mesh.shape)))
             whole = jax.ShapeDtypeStruct(shape, x.dtype) if cut_axes(cut) else x
-        leaves.append(Leaf(path, x, whole, entry, cut))
+        leaves.append(PlacedLeaf(path, x, whole, entry, cut))
     return Layout(tree, tuple(leaves), axis_names(axis_name))
 
 
@@ -299,7 +299,7 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
         )
 
 
-def check_gradients(leaves: Sequence[Leaf]) -> None:
+def check_gradients(leaves: Sequence[PlacedLeaf]) -> None:
     """Raises, naming the path, for a gradient of integers, bools or `float0`."""
     for leaf in leaves:
         path, x = leaf.path, leaf.array
@@ -350,16 +350,16 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def on_whole_blocks(
-    function: Callable[[list[Matrices]], list[jax.Array]],
-    blocks: Sequence[Matrices],
-    kept: Callable[[Matrices], PartitionSpec] = lambda _: PartitionSpec(),
+    function: Callable[[list[MatrixLeaf]], list[jax.Array]],
+    blocks: Sequence[MatrixLeaf],
+    kept: Callable[[MatrixLeaf], PartitionSpec] = lambda _: PartitionSpec(),
 ) -> list[jax.Array]:
     """`function(leaves)` by every device, of leaves cut as `kept` says; cut again."""
     whole, cuts = [], []
     for x in blocks:
         spec = kept(x)
         cuts.append(along({*cut_axes(x.spec)} - {*cut_axes(spec)}, x.spec))
-        whole.append(Matrices(gather(x.array, cuts[-1]), x.view, spec))
+        whole.append(MatrixLeaf(gather(x.array, cuts[-1]), x.view, spec))
     results = function(whole)
     return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
 

@@ -20,7 +20,7 @@ from .._parameters.verdict import Verdict
 Shardings = Any | Callable[[Any], Any]
 
 
-class Leaf(NamedTuple):
+class PlacedLeaf(NamedTuple):
     """A leaf of a tree: where it is, and, once that is read, which matrices it holds.
 
     - `array`: the array at hand, a block where mapped axes cut the leaf, or the
@@ -123,7 +123,7 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
 
 
-def found_sharding(leaf: Leaf, ambient: AbstractMesh | None) -> Leaf:
+def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
     """The leaf with its mesh, or else the one around it, and its spec."""
     path, array, given = leaf.path, leaf.array, leaf.given
     if is_masked(array):
@@ -164,7 +164,7 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     return sharding.mesh, sharding.spec
 
 
-def check_one_mesh(leaves: Sequence[Leaf]) -> None:
+def check_one_mesh(leaves: Sequence[PlacedLeaf]) -> None:
     first, *others = leaves
     for leaf in others:
         if not _same(leaf.mesh, first.mesh):

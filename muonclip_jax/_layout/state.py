@@ -17,10 +17,10 @@ from jax.sharding import (
 )
 from jax.typing import DTypeLike
 
-from .._axes import sharded_like
+from .._mesh_axes import sharded_like
 from .._parameters.paths import is_masked, Path
 from .layout import cut_axes, Layout
-from .shardings import but_along, is_sharded_as, Leaf
+from .shardings import but_along, is_sharded_as, PlacedLeaf
 
 
 class StatePart(NamedTuple):
@@ -69,7 +69,7 @@ def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:
 
 
 def _put(
-    results: list[Any], owned: Sequence[tuple[Leaf, StatePart]], mesh: Any
+    results: list[Any], owned: Sequence[tuple[PlacedLeaf, StatePart]], mesh: Any
 ) -> list[Any]:
     """Puts zeros where the leaves of which they are parts are."""
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of

@@ -6,7 +6,7 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from .._options import whole_number
+from .._options import check_whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,13 @@ class MatrixAxes:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("groups", self.groups, 1)
+        check_whole_number("groups", self.groups, 1)
         parts, head_dim = self.parts, self.head_dim
         if parts is not None:
             if not isinstance(parts, tuple | list) or not parts:
                 raise ValueError(f"parts must be a tuple of sizes, got {parts!r}")
             for part in parts:
-                whole_number("a part", part, 1)
+                check_whole_number("a part", part, 1)
             # As tuples, since with a list in it a frozen value has no hash.
             object.__setattr__(self, "parts", tuple(parts))
         if isinstance(head_dim, tuple | list):
@@ -91,7 +91,7 @@ class MatrixAxes:
                 )
             object.__setattr__(self, "head_dim", tuple(head_dim))
         for part, size in parts_of(self, 0):
-            if size is not None and part % whole_number("head_dim", size, 1):
+            if size is not None and part % check_whole_number("head_dim", size, 1):
                 raise ValueError(f"head_dim={size} does not divide the part of {part}")
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .stacks import Matrices, MatrixView
+from .stacks import MatrixLeaf, MatrixView
 
 
 class Piece(NamedTuple):
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 Unite = Callable[[Iterable[jax.Array]], list[jax.Array]]
 
 
-def divide(leaves: Sequence[Matrices]) -> tuple[list[Matrices], Unite]:
+def divide(leaves: Sequence[MatrixLeaf]) -> tuple[list[MatrixLeaf], Unite]:
     """Cuts leaves, or blocks of them, sharded along whole pieces; and the way back."""
     # Most models have no such leaf, and their program is what it was.
     if not any(leaf.view.division for leaf in leaves):
@@ -156,7 +156,7 @@ class _Slicing:
         axes = [*before, *groups, *units(stop), *rest, *after]
         return cls(view.shape, axes, len(before) + len(groups), pieces)
 
-    def divide(self, leaf: Matrices) -> list[Matrices]:
+    def divide(self, leaf: MatrixLeaf) -> list[MatrixLeaf]:
         # `lax.reshape` to the shape that an array has is no operation: a leaf of one
         # piece, or of heads that have axes already, is not copied.
         local = self._local(leaf.array.shape)
@@ -166,7 +166,7 @@ class _Slicing:
             slices = [cut(*piece.units) for piece in self.pieces]
         entries = dict(enumerate(leaf.spec))
         return [
-            Matrices(
+            MatrixLeaf(
                 jax.lax.reshape(x, local(piece.axes)),
                 piece.view,
                 PartitionSpec(*map(entries.get, piece.of)),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._options import whole_number
+from .._options import check_whole_number
 from .axes import Axes, MatrixAxes, parts_of
 
 
@@ -91,7 +91,7 @@ def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:
 
     def axes_of(given: Any) -> tuple[int, ...]:
         given = tuple(given) if isinstance(given, Iterable) else (given,)
-        found = [whole_number("an axis", axis) for axis in given]
+        found = [check_whole_number("an axis", axis) for axis in given]
         for axis in found:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
@@ -154,7 +154,7 @@ def _division(view: MatrixView, axes: MatrixAxes) -> Division | None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Matrices:
+class MatrixLeaf:
     """The matrices of an array, and how devices divide it.
 
     A pytree of the array alone: all else is known when a program is traced.
@@ -166,13 +166,13 @@ class Matrices:
         default=PartitionSpec(), metadata={"static": True}
     )
 
-    def of(self, array: jax.Array) -> "Matrices":
+    def of(self, array: jax.Array) -> "MatrixLeaf":
         """Returns those of another array."""
         return dataclasses.replace(self, array=array)
 
 
 #: The matrices of one leaf in a stack, after the index of the leaf.
-Part = tuple[int, Matrices]
+Part = tuple[int, MatrixLeaf]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._axes import impose_no_sharding, keep_sharding, sharded_like
 from .._layout.layout import AxisNames
 from .._matrices.pieces import divide
-from .._matrices.stacks import Matrices, MatrixView, Part, plan_stacks, Stack
+from .._matrices.stacks import MatrixLeaf, MatrixView, Part, plan_stacks, Stack
+from .._mesh_axes import impose_no_sharding, keep_sharding, sharded_like
 from .._newton_schulz.solver import Solver
 from .on_mesh import together
 from .owners import by_cost
@@ -51,7 +51,7 @@ DividedStack = tuple[Stack, Slots]
 
 def orthogonalize_by_constraint(
     solver: Solver,
-    leaves: Sequence[Matrices],
+    leaves: Sequence[MatrixLeaf],
     mesh: Mesh | AbstractMesh,
     slow: AxisNames = (),
 ) -> list[jax.Array]:
@@ -143,7 +143,7 @@ def _apart(slots: jax.Array, devices: int, stack: Stack, results: list[Any]) -> 
 
 
 def divide_stacks(
-    solver: Solver, leaves: Sequence[Matrices], devices: int
+    solver: Solver, leaves: Sequence[MatrixLeaf], devices: int
 ) -> list[DividedStack]:
     """Groups matrices into stacks, and divides each among the devices.
 

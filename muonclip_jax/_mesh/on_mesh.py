@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._axes import is_checked, keep_sharding, resharded, varying
 from .._layout.layout import AxisNames, on_whole_blocks
 from .._layout.shardings import along, blocks_along, but_along
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import Matrices, MOST_LEAVES, Part, Stack, zero_after
+from .._matrices.stacks import MatrixLeaf, MOST_LEAVES, Part, Stack, zero_after
+from .._mesh_axes import is_checked, keep_sharding, resharded, varying
 from .._newton_schulz.solver import Solver
 from .owners import (
     Cut,
@@ -51,7 +51,7 @@ Exchange = Parcels | StackExchange
 
 def orthogonalize_on_mesh(
     solver: Solver,
-    leaves: Sequence[Matrices],
+    leaves: Sequence[MatrixLeaf],
     mesh: Mesh | AbstractMesh,
     slow: AxisNames = (),
 ) -> list[jax.Array]:
@@ -63,11 +63,11 @@ def orthogonalize_on_mesh(
         if (spec := _aligned(leaf, mesh.shape)) != leaf.spec:
             # The leaf itself stays where it is: without Nesterov's it is the momentum.
             x = _sharded(keep_sharding(leaf.array), mesh, spec)
-            leaf = Matrices(x, leaf.view, spec)
+            leaf = MatrixLeaf(x, leaf.view, spec)
         aligned.append(leaf)
     specs = [leaf.spec for leaf in aligned]
 
-    def on_device(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
+    def on_device(solver: Solver, leaves: list[MatrixLeaf]) -> list[jax.Array]:
         try:
             jax.lax.axis_size(tuple(mesh.axis_names))
         except NameError as error:
@@ -91,7 +91,7 @@ def orthogonalize_on_mesh(
     ]
 
 
-def _aligned(leaf: Matrices, mesh: Mapping[Any, int]) -> PartitionSpec:
+def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
     """The spec without what cuts through pieces, so that no block has all of one.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
@@ -121,7 +121,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
 
 
 def orthogonalize_by_replicas(
-    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames, slow: AxisNames = ()
+    solver: Solver, leaves: Sequence[MatrixLeaf], axes: AxisNames, slow: AxisNames = ()
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
@@ -145,7 +145,7 @@ def orthogonalize_by_replicas(
 
 def share_among_devices(
     solver: Solver,
-    leaves: Sequence[Matrices],
+    leaves: Sequence[MatrixLeaf],
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[jax.Array]:
@@ -193,7 +193,7 @@ def _stored(leaf: jax.Array) -> jax.Array:
 
 def plan_exchanges(
     solver: Solver,
-    leaves: Sequence[Matrices],
+    leaves: Sequence[MatrixLeaf],
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[Exchange]:
@@ -214,7 +214,7 @@ def plan_exchanges(
 
 def _owned_stacks(
     solver: Solver,
-    leaves: Sequence[Matrices],
+    leaves: Sequence[MatrixLeaf],
     mesh: Mapping[Any, int],
     slow: AxisNames,
 ) -> list[OwnedStack]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes import gather_everywhere
+from .._mesh_axes import gather_everywhere
 from .._newton_schulz.solver import Solver
 from .owners import exchanged, joined, OwnedStack, parted
 

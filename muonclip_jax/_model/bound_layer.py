@@ -12,7 +12,7 @@ from .attention_layers import AttentionLayer, READ_IT, ROLES
 from .owned_leaf import OwnedLeaf
 
 
-class Use(NamedTuple):
+class LeafInRole(NamedTuple):
     """A leaf of a layer in one role."""
 
     layer: "BoundLayer"
@@ -26,7 +26,7 @@ class Use(NamedTuple):
         """Whether every head of every layer of the stack has entries of its own."""
         return self.row == self.layer.shape
 
-    def meets(self, other: "Use") -> bool:
+    def meets(self, other: "LeafInRole") -> bool:
         """Whether both use some entry of the same leaf."""
         return self.path == other.path and not self.leaf.is_apart_from(other.leaf)
 
@@ -77,14 +77,14 @@ class BoundLayer:
         own = map(layer.path_of, layer.leaves)
         shapes = {path: tuple(leaf_at[path].shape) for path in own}
         self.leaves = ", ".join(f"'{show(path)}' {x}" for path, x in shapes.items())
-        self.uses: list[Use] = []
+        self.uses: list[LeafInRole] = []
         for role in ROLES:
             for given in getattr(layer, role):
                 path = layer.path_of(given)
                 if leaf := given.owned(shapes[path]):
                     stack = (shapes[path][axis] for axis in leaf.stack)
                     row = (*stack, leaf.heads)
-                    self.uses.append(Use(self, path, leaf, row, role))
+                    self.uses.append(LeafInRole(self, path, leaf, row, role))
         #: `(*stack, heads)` of the layer. A leaf may have fewer, if several heads or
         #: all layers of the stack share it.
         self.shape: tuple[int, ...] = shape
@@ -105,7 +105,7 @@ class BoundLayer:
         of_query = [use.leaf for use in self.uses if use.role != "key"]
         self.is_shared = all(x.is_of_all for x in of_query) and bool(self.uses)
 
-    def _fits(self, use: Use) -> bool:
+    def _fits(self, use: LeafInRole) -> bool:
         heads, own = self.shape[-1], use.row[-1]
         is_part = self.shape[: len(use.row) - 1] == use.row[:-1]
         # Groups of query heads may share keys, and all heads may share any leaf.

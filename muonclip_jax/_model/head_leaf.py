@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._parameters.layer_stacks import LayerStack, stack_at
 from .._parameters.paths import Shape
-from .._parameters.stacks import Stack, stack_at
 from .owned_leaf import OwnedLeaf
 
 
@@ -60,7 +60,9 @@ class HeadLeaf(NamedTuple):
         **Raises:** `ValueError` if `stack_axis` is out of range.
         """
         depth = max(0, len(shape) - self.ndim)
-        stack = stack_at(self.stack_axis, len(shape), depth) if depth else Stack(0, 0)
+        stack = (
+            stack_at(self.stack_axis, len(shape), depth) if depth else LayerStack(0, 0)
+        )
         if stack is None:
             raise ValueError(
                 f"stack_axis={self.stack_axis} is out of range for '{self.path}' with "

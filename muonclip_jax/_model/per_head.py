@@ -8,7 +8,7 @@ import numpy as np
 
 from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
-from .._options import flag
+from .._options import check_flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .._parameters.given import check_model, Model
@@ -85,7 +85,7 @@ def matrix_rules(
     if isinstance(dimension_numbers, MatrixRules):
         return dimension_numbers
     check_model(model)
-    per_head = per_head if per_head is None else flag("per_head", per_head)
+    per_head = per_head if per_head is None else check_flag("per_head", per_head)
     # Layers that QK-Clip cannot act on have heads, too.
     layers = layers_of(model, attention)
     return MatrixRules(dimension_numbers, per_head, model, layers)

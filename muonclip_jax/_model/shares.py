@@ -29,13 +29,13 @@ import numpy as np
 
 from .._parameters.paths import Path, show_all, show_module
 from .attention_layers import ROLES
-from .bound_layer import BoundLayer, Use
+from .bound_layer import BoundLayer, LeafInRole
 
 
 Share = Literal["alpha", "rest", "half", "whole"]
 
 #: A leaf that is scaled for the heads of its layer, and its share of their gamma.
-Scaled = tuple[Use, Share]
+Scaled = tuple[LeafInRole, Share]
 
 
 def shares_of(
@@ -147,9 +147,9 @@ def clipped_together(
     return _joined(sum(math.prod(layer.shape) for layer in layers), pairs)
 
 
-def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
+def _meeting(uses: Iterable[LeafInRole]) -> list[list[LeafInRole]]:
     """Returns the uses of each leaf that has entries with several uses."""
-    by_path: dict[Path, list[Use]] = {}
+    by_path: dict[Path, list[LeafInRole]] = {}
     for use in uses:
         by_path.setdefault(use.path, []).append(use)
     several = (of for of in by_path.values() if len(of) > 1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import array
+from .._options import check_array
 from .._parameters import paths
 
 
@@ -45,7 +45,7 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
             at = at[:-1]
         if at[-1:] != (STATISTIC,) or paths.is_masked(leaf):
             continue
-        leaf = array(f"the statistics '{paths.show(path)}'", leaf, real=True)
+        leaf = check_array(f"the statistics '{paths.show(path)}'", leaf, real=True)
         leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
         module = at[:-1]
         stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf

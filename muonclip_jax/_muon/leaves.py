@@ -15,7 +15,7 @@ from .._layout.layout import (
     OverReplicas,
     read_layout,
 )
-from .._layout.shardings import Leaf, Shardings
+from .._layout.shardings import PlacedLeaf, Shardings
 from .._layout.state import counts_replicated
 from .._model.per_head import MatrixRules
 from .._options import check_state
@@ -40,7 +40,7 @@ def read_leaves(
     return layout._replace(leaves=tuple(leaves))
 
 
-def optimizer_of(leaf: Leaf) -> str:
+def optimizer_of(leaf: PlacedLeaf) -> str:
     """Returns the group of [`muon`][] that updates a leaf."""
     if leaf.view:
         return "muon"

@@ -12,12 +12,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes, Layout
-from .._layout.shardings import Leaf
+from .._layout.shardings import PlacedLeaf
 from .._layout.state import state_by_path, zeros_by_path, zeros_like
 from .._matrices.stacks import MatrixView
-from .._options import begins, FloatDType, is_float, SHARE
+from .._mesh_axes import explicit_spec, on_automatic_axes
+from .._options import check_first, FloatDType, is_float, SHARE
 from .._parameters import paths
 from . import eight_bits
 
@@ -109,7 +109,7 @@ class Momentum(NamedTuple):
 
     def init(self, params: optax.Params, layout: Layout) -> ScaleByMuonState:
         if callable(self.beta):
-            begins("beta", self.beta(np.int32(0)), SHARE)
+            check_first("beta", self.beta(np.int32(0)), SHARE)
         if self.dtype is None:
             _refuse(layout, lambda leaf: not is_float(leaf.array.dtype), _NO_FLOATS)
         elif self.dtype == np.int8:
@@ -129,8 +129,8 @@ class Momentum(NamedTuple):
         return ScaleByMuonState(mu, scales, count, unit)
 
     def update(
-        self, state: ScaleByMuonState, layout: Layout, gradients: Sequence[Leaf]
-    ) -> tuple[list[Leaf], ScaleByMuonState]:
+        self, state: ScaleByMuonState, layout: Layout, gradients: Sequence[PlacedLeaf]
+    ) -> tuple[list[PlacedLeaf], ScaleByMuonState]:
         """The momentum to orthogonalize, where there is a view, and the state."""
         beta: Any = self.beta(state.count) if callable(self.beta) else self.beta
         if not isinstance(self.beta, float | int):
@@ -165,7 +165,7 @@ class Momentum(NamedTuple):
         return ahead, after
 
 
-def _refuse(layout: Layout, is_of: Callable[[Leaf], Any], problem: str) -> None:
+def _refuse(layout: Layout, is_of: Callable[[PlacedLeaf], Any], problem: str) -> None:
     """Raises for matrices of which momentum cannot be kept."""
     if found := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
         raise ValueError(problem.format(paths.show_all(found)))

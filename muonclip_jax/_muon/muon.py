@@ -21,7 +21,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
 from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import Orthogonalizer
-from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
+from .._options import BELOW_ONE, check_flag, check_number, NOT_NEGATIVE, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from .._parameters.given import Model
 from .leaves import for_leaves, optimizer_of
@@ -132,11 +132,11 @@ def muon(
         adam_weight_decay=adam_weight_decay,
     )
     # Below 1, since the correction of the bias divides by 1 - b^t.
-    number("adam_b1", adam_b1, BELOW_ONE)
-    number("adam_b2", adam_b2, BELOW_ONE)
-    number("adam_eps", adam_eps, NOT_NEGATIVE)
-    number("neuron_b2", neuron_b2, SHARE, "None")
-    cautious_weight_decay = flag("cautious_weight_decay", cautious_weight_decay)
+    check_number("adam_b1", adam_b1, BELOW_ONE)
+    check_number("adam_b2", adam_b2, BELOW_ONE)
+    check_number("adam_eps", adam_eps, NOT_NEGATIVE)
+    check_number("neuron_b2", neuron_b2, SHARE, "None")
+    cautious_weight_decay = check_flag("cautious_weight_decay", cautious_weight_decay)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:

@@ -10,15 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
 from .._calls import explained
 from .._layout.layout import check_gradients, cut_axes, gather, Layout, own_block
-from .._layout.shardings import but_along, Leaf, Shardings
+from .._layout.shardings import but_along, PlacedLeaf, Shardings
 from .._layout.state import state_by_path, StatePart, zeros_by_path
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import Matrices, MatrixView
+from .._matrices.stacks import MatrixLeaf, MatrixView
+from .._mesh_axes import (
+    explicit_spec,
+    impose_no_sharding,
+    keep_sharding,
+    on_automatic_axes,
+)
 from .._model.per_head import matrix_rules
-from .._options import check_state, NOT_NEGATIVE, number, SHARE
+from .._options import check_number, check_state, NOT_NEGATIVE, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.fit import check_fit
@@ -99,8 +104,8 @@ def normalize_neurons(
         for each output; modded-nanogpt and nanochat use the longer axis, and of square
         matrices the outputs.
     """
-    number("b2", b2, SHARE)
-    number("eps", eps, NOT_NEGATIVE)
+    check_number("b2", b2, SHARE)
+    check_number("eps", eps, NOT_NEGATIVE)
     rules = matrix_rules(per_head, model, dimension_numbers)
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
@@ -145,7 +150,7 @@ def neuron_normalization(
             if names := list(_state_of(leaf)):
                 assert leaf.view is not None
                 check_state("normalize_neurons", {*names} <= {*state.v})
-                matrices = Matrices(x, leaf.view, leaf.cut)
+                matrices = MatrixLeaf(x, leaf.view, leaf.cut)
                 v = [state.v[name] for name in names]
                 x, *v = _normalize_leaf(matrices, v, b2, eps)
                 after |= zip(names, v, strict=True)
@@ -156,7 +161,7 @@ def neuron_normalization(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
+def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
     """The state of a leaf, by name: the sizes in which it differs from the leaf."""
     path, view = paths.show(leaf.path), leaf.view
     if view is None or not math.prod(view.shape):
@@ -182,7 +187,7 @@ def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
 # An eager update shards its state as a program does.
 @jax.jit
 def _normalize_leaf(
-    leaf: Matrices, state: list[jax.Array], b2: Any, eps: Any
+    leaf: MatrixLeaf, state: list[jax.Array], b2: Any, eps: Any
 ) -> list[jax.Array]:
     """The update of a leaf, normalized, and its state."""
     view = leaf.view
@@ -193,7 +198,7 @@ def _normalize_leaf(
     of_outputs = but_along({*range(len(view.shape))} - {*view.output}, leaf.spec)
 
     def normalize(o: jax.Array, *state: jax.Array) -> list[jax.Array]:
-        pieces, unite = divide([Matrices(gather(o, of_outputs), view, others)])
+        pieces, unite = divide([MatrixLeaf(gather(o, of_outputs), view, others)])
         after, results = [], []
         for piece, v in zip(pieces, state, strict=True):
             short = _short_axes(piece.view)
@@ -214,7 +219,7 @@ def _short_axes(view: MatrixView) -> tuple[int, ...]:
 
 
 def _normalize(
-    leaf: Matrices, v: jax.Array, b2: Any, eps: Any
+    leaf: MatrixLeaf, v: jax.Array, b2: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array]:
     o, view, cut = leaf.array, leaf.view, leaf.spec
     short = _short_axes(view)

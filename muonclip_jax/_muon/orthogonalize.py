@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._layout.layout import AxisNames, Layout, on_whole_blocks, Place
-from .._layout.shardings import Leaf
+from .._layout.shardings import PlacedLeaf
 from .._matrices.pieces import divide
-from .._matrices.stacks import Matrices, plan_stacks, zero_after
+from .._matrices.stacks import MatrixLeaf, plan_stacks, zero_after
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
+from .._mesh_axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._newton_schulz.solver import Solver
 
 
 def orthogonalize(
-    solver: Solver, leaves: Sequence[Leaf], layout: Layout, slow: AxisNames = ()
-) -> list[Leaf]:
+    solver: Solver, leaves: Sequence[PlacedLeaf], layout: Layout, slow: AxisNames = ()
+) -> list[PlacedLeaf]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
     Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
@@ -43,11 +43,11 @@ def orthogonalize(
 
 @functools.partial(jax.jit, static_argnames="place")
 def _at_one_place(
-    solver: Solver, leaves: list[Matrices], place: Place
+    solver: Solver, leaves: list[MatrixLeaf], place: Place
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one place by the route for its kind."""
 
-    def alone(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
+    def alone(solver: Solver, leaves: list[MatrixLeaf]) -> list[jax.Array]:
         """Whole leaves on every device by itself."""
         on_device = functools.partial(on_one_device, solver)
         # With automatic axes, or none, `on_whole_leaves` changes nothing.
@@ -56,7 +56,7 @@ def _at_one_place(
             return on_whole_blocks(whole, leaves)
         return whole(leaves)
 
-    def together(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
+    def together(solver: Solver, leaves: list[MatrixLeaf]) -> list[jax.Array]:
         if place.kind == "mesh":
             # Blocks are sent to the owners of matrices by a plan.
             return orthogonalize_on_mesh(solver, leaves, place.mesh, place.slow)
@@ -77,7 +77,7 @@ def _at_one_place(
     return solver.on_its_platform(_differentiable(together, alone), leaves)
 
 
-def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]:
+def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Array]:
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
     pieces, unite = divide(leaves)
     platform = solver.platform

@@ -13,13 +13,13 @@ import optax
 
 from .._calls import explained
 from .._layout.layout import axis_names, AxisNames, Layout, own_block
-from .._layout.shardings import Leaf, Shardings
+from .._layout.shardings import PlacedLeaf, Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
 from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
-from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
+from .._options import check_flag, check_float_dtype, check_number, NOT_NEGATIVE, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves
@@ -190,9 +190,11 @@ def make_direction(
     **Raises:** `ValueError` for what cannot work, naming the argument.
     """
     solver = make_solver(orthogonalizer)
-    beta = number("beta", beta, SHARE, "a schedule")
-    nesterov = flag("nesterov", nesterov)
-    momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
+    beta = check_number("beta", beta, SHARE, "a schedule")
+    nesterov = check_flag("nesterov", nesterov)
+    momentum = Momentum(
+        beta, nesterov, check_float_dtype("mu_dtype", mu_dtype, also="int8")
+    )
     slow = axis_names(slow_axes, "slow_axes")
     return Direction(momentum, solver, slow, *_scale_of(consistent_rms))
 
@@ -211,7 +213,7 @@ def _scale_of(consistent_rms: ShapeScale) -> tuple[Scale, Any]:
     if callable(consistent_rms) and _takes_two(consistent_rms):
         return consistent_rms, None
     others = ("'mup'", "None", "a function of (fan_in, fan_out)")
-    number("consistent_rms", consistent_rms, NOT_NEGATIVE, *others)
+    check_number("consistent_rms", consistent_rms, NOT_NEGATIVE, *others)
     # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
     # root mean square of 1 / sqrt(max(m, n)), which this undoes.
     return lambda fan_in, fan_out: math.sqrt(max(fan_in, fan_out)), consistent_rms
@@ -262,7 +264,7 @@ class Direction(NamedTuple):
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-    def _scale(self, leaf: Leaf) -> jax.Array:
+    def _scale(self, leaf: PlacedLeaf) -> jax.Array:
         """The array in the gradient's dtype, scaled if the leaf has a view."""
         direction, view = leaf.array, leaf.view
         if view is None:
@@ -270,7 +272,7 @@ class Direction(NamedTuple):
 
         def scale(view: MatrixView) -> Any:
             factor = self.scale(*view.matrix_shape)
-            number(f"consistent_rms{view.matrix_shape}", factor, NOT_NEGATIVE)
+            check_number(f"consistent_rms{view.matrix_shape}", factor, NOT_NEGATIVE)
             return factor
 
         if view.division is None:

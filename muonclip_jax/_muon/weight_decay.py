@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .._options import FINITE, flag, number
+from .._options import check_flag, check_number, FINITE
 from .._parameters import paths
 from .._parameters.given import broadcast, check_no_number
 
@@ -120,7 +120,9 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
     """
     needed = ("learning_rate", "weight_decay")
     return [
-        number(name, rate, FINITE, "a schedule", *[] if name in needed else ["None"])
+        check_number(
+            name, rate, FINITE, "a schedule", *[] if name in needed else ["None"]
+        )
         for name, rate in rates.items()
     ]
 
@@ -143,7 +145,7 @@ def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
     return tree.unflatten(
         x is not None
         and not paths.is_masked(x)
-        and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
+        and check_flag(f"weight_decay_mask at '{paths.show(path)}'", x)
         for path, _, x in tree.rows(entries)
     )
 

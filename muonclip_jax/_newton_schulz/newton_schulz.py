@@ -10,15 +10,15 @@ from typing import Any, cast, get_args, Literal, Protocol
 
 import jax
 
-from .._axes import on_whole_matrices
+from .._mesh_axes import on_whole_matrices
 from .._options import (
-    array,
-    choice,
-    float_dtype,
+    check_array,
+    check_choice,
+    check_float_dtype,
+    check_whole_number,
     FloatDType,
     is_float,
     shown,
-    whole_number,
 )
 from .coefficients import (
     as_tuples,
@@ -60,12 +60,12 @@ class NewtonSchulz:
     preconditioning: Preconditioning = "frobenius"
 
     def __post_init__(self) -> None:
-        choice("method", self.method, get_args(Method))
-        choice("preconditioning", self.preconditioning, get_args(Preconditioning))
+        check_choice("method", self.method, get_args(Method))
+        check_choice("preconditioning", self.preconditioning, get_args(Preconditioning))
         steps = self.steps
-        steps = None if steps is None else whole_number("steps", steps, 1)
+        steps = None if steps is None else check_whole_number("steps", steps, 1)
         schedule = resolve_schedule(self.coeffs, steps)
-        dtype = float_dtype("dtype", self.dtype)
+        dtype = check_float_dtype("dtype", self.dtype)
         if dtype is not None:
             check_schedule(schedule, dtype.name)
         coeffs, steps = as_tuples(self.coeffs, steps)
@@ -74,7 +74,7 @@ class NewtonSchulz:
 
     def orthogonalize(self, x: jax.Array) -> jax.Array:
         """Every matrix of a stack `(..., m, n)`: [`newton_schulz`][]."""
-        x = array("x", x)
+        x = check_array("x", x)
         if x.ndim < 2 or not is_float(x.dtype):
             raise ValueError(
                 "newton_schulz needs floating-point matrices (..., m, n), got shape "

@@ -11,7 +11,7 @@ from optax.contrib import MuonDimensionNumbers
 from .._calls import explained
 from .._matrices.axes import is_axes, MatrixAxes
 from .._matrices.stacks import matrix_view, MatrixView
-from .._options import flag
+from .._options import check_flag
 from . import names, paths
 from .fit import check_params
 from .given import (
@@ -23,10 +23,10 @@ from .given import (
     is_patterns,
     Model,
 )
+from .layer_stacks import IN_FRONT, StackAxes
 from .question import question
 from .rules import ByNames
-from .stacks import IN_FRONT, StackAxes
-from .verdict import EitherWay, Verdict
+from .verdict import UnknownDirection, Verdict
 
 
 #: The label of a leaf that a reading says has no gradient: nothing updates it.
@@ -114,7 +114,7 @@ def flax_dimension_numbers(
     """
     check_params("flax_dimension_numbers(params)", params)
     tree = paths.flatten(params)
-    reading = ByNames(tree, stack_axes).verdicts(flag("per_head", per_head))
+    reading = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
     found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(verdict.numbers for verdict in found)
 
@@ -332,6 +332,8 @@ def views_of(
             at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
             raise ValueError(f"{at}: {error}") from None
         # A square matrix has one scale, whichever side is the input.
-        is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
+        is_directed = (
+            not isinstance(numbers, UnknownDirection) or view.fan_in == view.fan_out
+        )
         views[i] = dataclasses.replace(view, is_directed=is_directed)
     return views

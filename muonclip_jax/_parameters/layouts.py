@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .layers import Leaf
+from .flax_leaves import FlaxLeaf
 from .paths import Path
 
 
@@ -49,12 +49,12 @@ ATTENTION = WITH_HEADS | {"out"}
 _ROLES = {role for layout in LAYOUTS for role in layout}
 
 
-def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, Any]]:
+def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
     """The role of every kernel that a layout may name, and the letters that fit it.
 
     Several if layouts fit that take the kernel apart differently.
     """
-    modules: dict[Path, dict[str, Leaf]] = {}
+    modules: dict[Path, dict[str, FlaxLeaf]] = {}
     for leaf in leaves:
         at = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[at : at + 1])
@@ -72,7 +72,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, Any]]:
     return found
 
 
-def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
+def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
     """Checks that one letter is one size, whichever kernels have it."""
     if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
         return False

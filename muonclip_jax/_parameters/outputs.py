@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import names
-from .layers import Leaf
+from .flax_leaves import FlaxLeaf
+from .layer_stacks import LayerStack
 from .layouts import DENSE, WITH_HEADS
 from .paths import Path
-from .stacks import Stack
 from .verdict import Verdict
 
 
@@ -25,9 +25,9 @@ _COLORS = 4  # at most, with transparency
 
 
 def outputs_of(
-    leaves: Mapping[Path, Leaf],
+    leaves: Mapping[Path, FlaxLeaf],
     verdicts: Mapping[Path, Verdict],
-    stacks: Mapping[Path, Stack],
+    stacks: Mapping[Path, LayerStack],
 ) -> dict[Path, Verdict]:
     """New verdicts on kernels that write the output, or may, by their own paths."""
     in_order = sorted(leaves.values(), key=_in_order)
@@ -42,7 +42,7 @@ def outputs_of(
     has_head = bool(heads) or any(x.kind == "head" and x.is_kernel for x in hidden)
     tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
     tables += [x for x in hidden if x.kind == "embedding"]
-    chains: dict[Path, list[Leaf]] = {}  # the layers of a module without a name
+    chains: dict[Path, list[FlaxLeaf]] = {}  # the layers of a module without a name
     rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
     for x in sorted(kernels + rows, key=_in_order):
         if names.UNNAMED.fullmatch(x.module):
@@ -106,30 +106,30 @@ def outputs_of(
     return said
 
 
-def _is_before(x: Leaf, others: Sequence[Leaf]) -> bool:
+def _is_before(x: FlaxLeaf, others: Sequence[FlaxLeaf]) -> bool:
     """Whether one of the others comes later in a numbered run, and takes it."""
 
-    def run(leaf: Leaf) -> tuple[Path, str]:
+    def run(leaf: FlaxLeaf) -> tuple[Path, str]:
         return leaf.path[:-2], re.sub(r"\d", "", leaf.module)
 
     layers = (y for y in others if y.kind in ("", "head") and run(x) == run(y))
     return any(_in_order(x) < _in_order(y) for y in layers)
 
 
-def _follows(x: Leaf, given: Mapping[int, int]) -> bool:
+def _follows(x: FlaxLeaf, given: Mapping[int, int]) -> bool:
     """Whether it takes what another kernel gives, or the gates of a recurrent cell."""
     parts = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
     sizes = (n * x.features for n in parts)
     return any(given[n] > (n == x.shape[-1]) for n in sizes)
 
 
-def _may_be_head(x: Leaf) -> bool:
+def _may_be_head(x: FlaxLeaf) -> bool:
     """Whether it is a layer with a bias. A gate of few outputs may pick experts."""
     is_gate = {"gate", "gating"} & {*names.words(x.module)}
     return x.bias is not None and x.rank == 2 and not is_gate
 
 
-def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
+def _is_called_output(x: FlaxLeaf, is_last: bool, is_alone: bool) -> bool:
     # A name that says nothing gives way to its module's: `final/linear`.
     module = "".join(x.path[-3:-2] if is_last else x.path[-2:-1])
     said = names.words(module)
@@ -140,7 +140,7 @@ def _is_called_output(x: Leaf, is_last: bool, is_alone: bool) -> bool:
     return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
 
 
-def _is_part(x: Leaf, count: Mapping[int, int]) -> bool:
+def _is_part(x: FlaxLeaf, count: Mapping[int, int]) -> bool:
     outputs = x.shape[-1]
     is_fused = outputs % x.features == 0 or any(
         n * m == outputs for n in count for m in (2, 3, 4, 6)
@@ -151,7 +151,7 @@ def _is_part(x: Leaf, count: Mapping[int, int]) -> bool:
     return is_named or is_flat or (is_fused and x.path[2:] != ())
 
 
-def _inputs(x: Leaf, verdict: Verdict) -> int | None:
+def _inputs(x: FlaxLeaf, verdict: Verdict) -> int | None:
     """How many features a leaf takes; of a window its channels."""
     if verdict.numbers is None:
         is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
@@ -165,19 +165,19 @@ def _inputs(x: Leaf, verdict: Verdict) -> int | None:
     return math.prod(x.shape[x.axes.index(i)] for i in axes)
 
 
-def _gives(x: Leaf, verdict: Verdict) -> bool:
+def _gives(x: FlaxLeaf, verdict: Verdict) -> bool:
     """Whether it is a layer whose features another may take as they are."""
     if not (verdict.is_known and (x.is_kernel or x.rank == 2)) or x.role in WITH_HEADS:
         return False
     return verdict.numbers is not None and isinstance(verdict.numbers.output_axis, int)
 
 
-def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:
+def _twin(leaf: FlaxLeaf) -> tuple[Path, tuple[int, ...]]:
     """A key that a leaf shares with the same one of other numbered blocks."""
     modules = (re.sub(r"\d+$", "#", name) for name in leaf.path[:-2])
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
-def _in_order(leaf: Leaf) -> list[tuple[int, str]]:
+def _in_order(leaf: FlaxLeaf) -> list[tuple[int, str]]:
     """`Dense_10` after `Dense_9`, `linear` before `linear_1`."""
     return [(int(re.sub(r"\D", "", name) or 0), name) for name in leaf.path]

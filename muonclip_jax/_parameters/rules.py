@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from . import names
-from .layers import find_stacks, Leaf, leaves_of, without_ones
+from .flax_leaves import find_stacks, FlaxLeaf, leaves_of, without_ones
+from .layer_stacks import IN_FRONT, StackAxes
 from .layouts import ATTENTION, DENSE, layouts_of, Sides, sides_of, WITH_HEADS
 from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree, Shape
-from .stacks import IN_FRONT, StackAxes
-from .verdict import EitherWay, Verdict
+from .verdict import UnknownDirection, Verdict
 
 
 _WINDOW = 8  # of a convolution over time, at most
@@ -35,11 +35,11 @@ class Rule(NamedTuple):
     """
 
     kind: str
-    holds: Callable[[Leaf], Any]
+    holds: Callable[[FlaxLeaf], Any]
     label: str = "vector"
-    is_sure: Callable[[Leaf], bool] = lambda x: True
+    is_sure: Callable[[FlaxLeaf], bool] = lambda x: True
 
-    def verdict(self, leaf: Leaf) -> Verdict | None:
+    def verdict(self, leaf: FlaxLeaf) -> Verdict | None:
         found = self.holds(leaf)
         if not found:
             return None
@@ -49,22 +49,22 @@ class Rule(NamedTuple):
         # Biases show which way round weights are, those of others, too.
         is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
         if numbers and leaf.rank == 2 and is_open:
-            numbers = EitherWay(*numbers)
+            numbers = UnknownDirection(*numbers)
         return Verdict(self.label, numbers, self.kind, is_sure=self.is_sure(leaf))
 
 
-def is_said(x: Leaf) -> bool:
+def is_said(x: FlaxLeaf) -> bool:
     """A kernel with a bias, or in a module that has a name, not a number in a list."""
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
 
-def is_array(x: Leaf) -> bool:
+def is_array(x: FlaxLeaf) -> bool:
     """Neither a kernel nor called as a layer is."""
     is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
     return not (is_layer or names.is_low_rank(x.path))
 
 
-def is_few(x: Leaf) -> bool:
+def is_few(x: FlaxLeaf) -> bool:
     """Few rows where the model has many features: of heads, streams or tokens."""
     few, features = min(x.shape), max(x.width, *x.shape)
     is_weight = not names.KERNELS.isdisjoint(names.words("".join(x.path[-1:]))[-1:])
@@ -72,12 +72,12 @@ def is_few(x: Leaf) -> bool:
     return (few < _WINDOW or is_narrow) and features >= 16
 
 
-def is_small(x: Leaf) -> bool:
+def is_small(x: FlaxLeaf) -> bool:
     """An array of a few rows may be gains; alongside a kernel, its mask or a vector."""
     return (is_few(x) or x.is_part) if is_array(x) else x.is_kernel and is_mixing(x)
 
 
-def is_mixing(x: Leaf) -> bool:
+def is_mixing(x: FlaxLeaf) -> bool:
     """A small square without a bias may mix heads or streams, if it is not a layer."""
     is_layer = x.bias is not None or names.is_called_layer(x.path[-2:-1]) or x.is_conv
     is_layer |= bool(names.UNNAMED.fullmatch(x.module))
@@ -85,30 +85,30 @@ def is_mixing(x: Leaf) -> bool:
     return x.shape == (few, few) and 4 * few <= features >= 16 and not is_layer
 
 
-def is_depthwise(x: Leaf) -> bool:
+def is_depthwise(x: FlaxLeaf) -> bool:
     """One input for each output, in a window; Keras has one output for each input."""
     is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:] or x.is_square
     is_one = (x.features == 1 and is_window) or x.shape[-1] == 1
     return is_one and {*x.window} != {1}
 
 
-def is_hidden(x: Leaf) -> bool:
+def is_hidden(x: FlaxLeaf) -> bool:
     """A mask hides norms and biases, which would show stacks and windows."""
     is_open = x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)
     return x.hides and is_open
 
 
-def is_open(x: Leaf) -> bool:
+def is_open(x: FlaxLeaf) -> bool:
     """Several layouts fit, or nothing says that it is a kernel of one layer."""
     is_stack = x.is_turned and not x.bias and max(x.window) > _PATCH
     return bool(x.letters) or not x.is_kernel or is_stack
 
 
-def by_layout(x: Leaf) -> Sides | None:
+def by_layout(x: FlaxLeaf) -> Sides | None:
     return sides_of(x.letters[0]) if len(x.letters) == 1 else None
 
 
-def as_expert(x: Leaf) -> Sides | None:
+def as_expert(x: FlaxLeaf) -> Sides | None:
     """The sides of a kernel of as many experts as its router has outputs.
 
     HuggingFace has outputs first in some models: what is called down gives features,
@@ -123,7 +123,7 @@ def as_expert(x: Leaf) -> Sides | None:
     return Sides((-1,), (-2,)) if is_turned else DENSE
 
 
-def by_bias(x: Leaf) -> Sides | None:
+def by_bias(x: FlaxLeaf) -> Sides | None:
     """A bias has one entry per output, which separates input axes from output axes."""
     bias, rank = without_ones(x.bias or ()), x.rank
     fitting = [
@@ -137,7 +137,7 @@ def by_bias(x: Leaf) -> Sides | None:
     return fitting[0] if len(fitting) == 1 and not is_either else None
 
 
-def as_window(x: Leaf) -> Sides | None:
+def as_window(x: FlaxLeaf) -> Sides | None:
     """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
     is_whole = x.is_conv and not x.bias and len({*x.window}) == 1
     return Sides(range(-x.rank, -1), (-1,)) if is_whole else None
@@ -206,7 +206,7 @@ OF_MORE_AXES = (
 )
 
 
-def _guess(x: Leaf) -> Any:
+def _guess(x: FlaxLeaf) -> Any:
     """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
     if x.rank == 3 and x.module in WITH_HEADS:
         return x.numbers((-3,), (-2, -1))
@@ -280,7 +280,7 @@ class ByNames:
                 found[own] = verdict._replace(note=note)
         return found
 
-    def _first(self, leaf: Leaf, per_head: bool) -> Verdict:
+    def _first(self, leaf: FlaxLeaf, per_head: bool) -> Verdict:
         """The verdict of the first rule that holds."""
         array = self.leaf_at[leaf.own]
         if is_masked(array):
@@ -297,7 +297,7 @@ class ByNames:
         return found
 
 
-def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
+def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
     """The shape of a router, by its path and those of the experts next to it."""
     last = {x.own: [{*names.words(name)[-1:]} for name in x.path] for x in leaves}
     found: dict[Path, Shape] = {}

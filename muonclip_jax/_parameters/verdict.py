@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 Source = Literal["named", "read", "unread", "given", "hidden"]
 
 
-class EitherWay(MuonDimensionNumbers):
+class UnknownDirection(MuonDimensionNumbers):
     """Dimension numbers of either direction: a mask hides the bias that decides."""
 
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._axes import manual_axes, resharded
 from .._layout.layout import AxisNames, cut_axes, differing, gather, Layout, own_block
 from .._layout.shardings import blocks_along
 from .._layout.state import replicated
 from .._matrices.stacks import unstack
+from .._mesh_axes import manual_axes, resharded
 from .._model.attention_layers import (
     AttentionLayer,
     check_none_overlooked,
@@ -30,10 +30,10 @@ from .._model.attention_layers import (
     resolve_attention,
     show_layer,
 )
-from .._model.bound_layer import BoundLayer, Use
+from .._model.bound_layer import BoundLayer, LeafInRole
 from .._model.shares import clipped_together, scaled_leaves, Share
 from .._model.statistics import largest, read_attention_stats, STATISTIC
-from .._options import number, POSITIVE
+from .._options import check_number, POSITIVE
 from .._parameters.paths import is_masked, Path, show, show_all, show_module, split
 
 
@@ -129,7 +129,7 @@ class Heads:
         self.layers.append(BoundLayer(layer, leaf_at, *at, *shape))
         self.count += math.prod(self.layers[-1].shape)
 
-    def shares(self) -> list[tuple[Use, Share | None]]:
+    def shares(self) -> list[tuple[LeafInRole, Share | None]]:
         """Returns each use of a leaf and its share of gamma; `None` if it stays."""
         shares: dict[int, Share] = {id(use): share for use, share in self._scaled}
         uses = (use for layer in self.layers for use in layer.uses)
@@ -230,7 +230,7 @@ class Heads:
             name, own = f"layer '{show_module(layer.path)}'", layer.threshold
             if own is not None:
                 kinds = "an array", "a schedule"
-                own = number(f"threshold of {name}", own, POSITIVE, *kinds)
+                own = check_number(f"threshold of {name}", own, POSITIVE, *kinds)
             threshold = at(default if own is None else own)
             if not isinstance(threshold, jax.Array):
                 # Infinity only watches; `jax_debug_infs` needs a finite number.

@@ -20,12 +20,12 @@ from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of, layers_of
 from .._options import (
+    check_flag,
+    check_function_or_none,
+    check_number,
     check_state,
-    flag,
-    function_or_none,
-    number,
-    transformation,
-    whole_number,
+    check_transformation,
+    check_whole_number,
 )
 from .._parameters.given import check_model, Model
 from .heads import Heads, UNKNOWN
@@ -130,20 +130,20 @@ def multi_steps(
         >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
         Array([1. , 0.5], dtype=float32)
     """
-    transformation("opt", opt)
+    check_transformation("opt", opt)
     check_model(model)
-    function_or_none("should_skip_update_fn", should_skip_update_fn)
+    check_function_or_none("should_skip_update_fn", should_skip_update_fn)
     every_k: Any = every_k_schedule
     if callable(every_k):
-        every_k = number("every_k_schedule", every_k, None, "a schedule")
+        every_k = check_number("every_k_schedule", every_k, None, "a schedule")
     else:
-        every_k = whole_number("every_k_schedule", every_k, 1)
+        every_k = check_whole_number("every_k_schedule", every_k, 1)
     if axis_name is None and isinstance(opt, OverReplicas):
         axis_name = opt.axis_name
     steps = optax.MultiSteps(
         opt,
         every_k,
-        use_grad_mean=flag("use_grad_mean", use_grad_mean),
+        use_grad_mean=check_flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
         **options,
     )

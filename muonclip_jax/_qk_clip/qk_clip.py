@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._axes import explicit_spec, resharded
 from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import begun, replicated
+from .._mesh_axes import explicit_spec, resharded
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, check_state, number, POSITIVE, SHARE
+from .._options import check_first, check_number, check_state, POSITIVE, SHARE
 from .._parameters.fit import check_fit, check_params
 from .._parameters.given import Model
 from .._parameters.paths import show_all
@@ -162,15 +162,15 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    alpha = number("alpha", alpha, SHARE, "a schedule")
+    threshold = check_number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    alpha = check_number("alpha", alpha, SHARE, "a schedule")
     layers = attention_of(model, attention, threshold)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
         heads, at = Heads(layout, layers), functools.partial(_at, step=np.int32(0))
-        begins("threshold", heads.thresholds(threshold, at), POSITIVE)
-        begins("alpha", at(alpha), SHARE)
+        check_first("threshold", heads.thresholds(threshold, at), POSITIVE)
+        check_first("alpha", at(alpha), SHARE)
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), UNKNOWN, jnp.float32),
@@ -265,8 +265,8 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    number("alpha", alpha, SHARE, "a schedule")
+    threshold = check_number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    check_number("alpha", alpha, SHARE, "a schedule")
     check_params("clip_qk(params, attention_stats)", params)
     if swapped := read_attention_stats(params):
         raise ValueError(

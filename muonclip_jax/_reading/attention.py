@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cells import places
-from .dependence import Dependence, Use
+from .dependence import Dependence, Dependency
 from .fact import members, union
 from .graph import Atom, Eqn
 from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
@@ -93,7 +93,7 @@ class _Scaled(NamedTuple):
     parts: list[ScaledEntries]
     events: set[int]
 
-    def has(self, use: Use) -> bool:
+    def has(self, use: Dependency) -> bool:
         own = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
         return any(bool((mask & (use.marks != 0)).any()) for mask in own)
 

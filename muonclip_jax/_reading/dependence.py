@@ -18,7 +18,7 @@ from .marks import Marks
 from .primitives import Kind, moves
 
 
-class Use(NamedTuple):
+class Dependency(NamedTuple):
     """Entries of a parameter that an array depends on."""
 
     parameter: int
@@ -37,7 +37,7 @@ class Dependence:
 
     def uses(
         self, atom: Atom, events: int, parameters: int, is_side: bool
-    ) -> Iterator[Use]:
+    ) -> Iterator[Dependency]:
         """Yields an array's uses of parameters that meet activations at some events.
 
         The output of earlier attention is the input of a layer. `is_side` says that
@@ -80,12 +80,12 @@ class Dependence:
         for weight, all_marks, event, line in met:
             if event & events or not event:
                 for parameter, marks in self._entries(weight, all_marks):
-                    yield Use(parameter, marks, event, line)
+                    yield Dependency(parameter, marks, event, line)
         for eqn, line in lost:  # it has no rule, so it may depend on any entry
             own = facts.of(eqn.output()).events & events
             for parameter in members(parameters):
                 if event := own & facts.meetings(parameter):
-                    yield Use(parameter, np.ones((), int), event, line)
+                    yield Dependency(parameter, np.ones((), int), event, line)
 
     def _entries(self, weight: Atom, all_marks: AllMarks) -> list[tuple[int, Marks]]:
         origins = self._graph.walk(weight, all_marks)

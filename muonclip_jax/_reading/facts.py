@@ -167,7 +167,7 @@ class Facts(Forward[Fact]):
         if eqn.is_product:
             return self._product(eqn, inputs, out)
         if not kind.is_known and out.is_weight:
-            return self._met(eqn, out)._replace(is_deep=True)
+            return self._register_event(eqn, out)._replace(is_deep=True)
         if _is_onehot(eqn, inputs):
             out = out._replace(is_onehot=True)
         match kind:
@@ -248,7 +248,7 @@ class Facts(Forward[Fact]):
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
             return out._replace(is_spread=False, is_shifted=False, is_pair=True)
         i = self.weight_of(eqn)
-        out = self._met(eqn, out)
+        out = self._register_event(eqn, out)
         out = out._replace(is_deep=True, is_pair=False, is_spread=False)
         if not (a.leaves and b.leaves):
             # A matrix that is no parameter, such as ones, sums or mixes exponentials.
@@ -282,7 +282,7 @@ class Facts(Forward[Fact]):
             return of._replace(past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
-        return self._met(eqn, of)._replace(is_deep=True, is_spread=False)
+        return self._register_event(eqn, of)._replace(is_deep=True, is_spread=False)
 
     def _is_shift(self, eqn: Eqn, inputs: list[Fact]) -> bool:
         """Whether data is added to a weight, or multiplied with each of its entries.
@@ -299,7 +299,7 @@ class Facts(Forward[Fact]):
         deep = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 
-    def _met(self, eqn: Eqn, out: Fact) -> Fact:
+    def _register_event(self, eqn: Eqn, out: Fact) -> Fact:
         """Returns the fact `out` of an equation after registering it as an event."""
         bit = self._events.setdefault(eqn, 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
@@ -391,7 +391,7 @@ class Facts(Forward[Fact]):
             # numbers computed from its weight, as for eight bits, is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_deep=False, has_data=True, events=0, ends=0)
-        return self._met(eqn, out) if weights else out
+        return self._register_event(eqn, out) if weights else out
 
 
 def _is_row(eqn: Eqn) -> bool:

@@ -28,7 +28,7 @@ class ScaledEntries(NamedTuple):
     """Entries of a parameter in which logits are linear."""
 
     parameter: int
-    leaf: OwnedLeaf  # which entries; `layers.py` adds the path
+    leaf: OwnedLeaf  # which entries; `named_layers.py` adds the path
     why: str = ""  # why the layer of an entry is unknown, or empty
 
     def meets(self, other: "ScaledEntries") -> bool:

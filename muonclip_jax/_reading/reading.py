@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._model.attention_layers import AttentionLayer
 from .._model.bound_layer import BoundLayer
 from .._model.shares import scaled_leaves
-from .._options import flag, shown
+from .._options import check_flag, shown
 from .._parameters import paths
 from .._parameters.dimension_numbers import completed, resolve_verdicts
 from .._parameters.rules import ByNames
@@ -22,7 +22,7 @@ from .calls import Call, call_of, check_function
 from .fact import members
 from .facts import Facts
 from .graph import Graph
-from .layers import LayerRead, named_layers, NamedLayer
+from .named_layers import LayerRead, named_layers, NamedLayer
 from .softmaxes import Softmaxes
 from .suspicion import suspicions
 from .uses import Uses
@@ -134,7 +134,7 @@ class ModelReading:
             own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
-        collapse = flag("collapse", collapse)
+        collapse = check_flag("collapse", collapse)
         layers, why = [], []
         try:
             numbered = enumerate(self.attention)

@@ -11,14 +11,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._attention.logits import without_bias
-from .._axes import varying
+from .._mesh_axes import varying
 from .._model.statistics import largest, largest_of_devices, STATISTIC
-from .._options import flag, shown
+from .._options import check_flag, shown
 from . import jaxprs, kernels
 from .attention import Layer
 from .calls import Call, call_of, check_function
 from .jaxprs import Address
-from .layers import NamedLayer
+from .named_layers import NamedLayer
 from .primitives import Kind, kind_of
 from .reading import read_call
 from .sites import Site
@@ -90,7 +90,7 @@ def record_attention(
         >>> stats
         {'max_logits': Array([256., 256.], dtype=float32)}
     """
-    has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
+    has_aux, strict = check_flag("has_aux", has_aux), check_flag("strict", strict)
     check_function(fun)
 
     @functools.wraps(fun)

@@ -81,7 +81,7 @@ NORMED = (
 )
 
 
-class Way(NamedTuple):
+class Walk(NamedTuple):
     """How far an array was followed back, with which marks and limits."""
 
     all_marks: AllMarks
@@ -115,9 +115,9 @@ class Scaling:
         # Known sums hold only for the same marks and limits, so each call starts anew.
         # Without them, a residual stream would be followed once for each way to it.
         self._known = {}
-        return self._of(atom, Way(all_marks, is_last=is_last, deepest=deepest))
+        return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
 
-    def _of(self, atom: Atom, way: Way) -> Sum:
+    def _of(self, atom: Atom, way: Walk) -> Sum:
         key = atom, way.depth, *map(key_of, way.all_marks)
         if key not in self._known:
             found: list[Summand] = []
@@ -137,7 +137,7 @@ class Scaling:
             self._known[key] = summed(found)
         return self._known[key]
 
-    def _equation(self, eqn: Eqn, k: int, way: Way) -> Iterable[Summand]:
+    def _equation(self, eqn: Eqn, k: int, way: Walk) -> Iterable[Summand]:
         inputs, facts, kind = eqn.inputs(), self._facts.inputs(eqn), eqn.kind
         why = (
             f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
@@ -168,7 +168,7 @@ class Scaling:
                         own = (Summand((), why),)
                     elif is_shift and not facts[i].has_data and kind in _SUMS:
                         own = (Summand((), SHIFTED),)
-                found += self._met(eqn, facts[i], own)
+                found += self._note_event(eqn, facts[i], own)
         return found
 
     def _added(self, atom: Atom) -> str:
@@ -182,7 +182,7 @@ class Scaling:
         made = self._graph.walk(atom, atom.whole, follow)
         return SLOPE if any(x.eqn and x.eqn.is_slope for x in made) else ADDED
 
-    def _operand(self, eqn: Eqn, i: int, move: Move, way: Way) -> Sum:
+    def _operand(self, eqn: Eqn, i: int, move: Move, way: Walk) -> Sum:
         own = way._replace(all_marks=tuple(map(move, way.all_marks)))
         found = self._of(eqn.inputs()[i], own)
         if self._facts.of(eqn.output()).is_weight and _is_any(eqn, i):
@@ -190,7 +190,9 @@ class Scaling:
             return tuple(picked)
         return found
 
-    def _met(self, eqn: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
+    def _note_event(
+        self, eqn: Eqn, fact: Fact, found: Sum, is_kernel: bool = False
+    ) -> Sum:
         """Notes this equation in the factors that were still a parameter here."""
         event = self._facts.event(eqn)
         if not (fact.is_weight and (event or is_kernel)):
@@ -203,7 +205,7 @@ class Scaling:
         return tuple(s.changed(of) for s in found)
 
     def _product(
-        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
+        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Walk
     ) -> Iterable[Summand]:
         """Multiplies each summand of one operand with each summand of the other."""
         is_matrix = eqn.kind is Kind.CONTRACTION
@@ -212,7 +214,9 @@ class Scaling:
         def side(i: int, deeper: int = 0) -> Sum:
             own = way._replace(depth=way.depth + deeper)
             found = self._operand(eqn, i, back[i], own)
-            found = self._met(eqn, facts[i], found, is_matrix and facts[i].is_weight)
+            found = self._note_event(
+                eqn, facts[i], found, is_matrix and facts[i].is_weight
+            )
             if is_quotient and i == 1:
                 return (unscaled(found, NORMED),)
             other = facts[1 - i]

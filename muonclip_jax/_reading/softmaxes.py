@@ -87,7 +87,7 @@ class Route:
 Over = tuple[Atom, tuple[int, ...]]
 
 #: An equation in which weights meet activations, and the index of the weights.
-Place = tuple[Eqn, int]
+Meeting = tuple[Eqn, int]
 
 
 class Softmax(NamedTuple):
@@ -96,7 +96,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]
     over: list[Over]
-    places: list[Place]
+    places: list[Meeting]
     is_summed: bool = True  # the division by a sum was found
 
 
@@ -182,7 +182,7 @@ class Softmaxes:
 
     def all(self) -> Iterator[Softmax]:
         """Yields the groups of products that are normalized and weigh activations."""
-        weighed: list[tuple[int, Place]] = []
+        weighed: list[tuple[int, Meeting]] = []
         exps: dict[int, list[Eqn]] = {}
         for eqn in self.equations:
             if eqn.inside:
@@ -243,7 +243,7 @@ class Softmaxes:
         all_marks, _ = self.to_product(atom, atom.each(), bit)
         return [dimensions_in(x, self.facts.products[bit]) for x in all_marks or ()]
 
-    def _weighs(self, eqn: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
+    def _weighs(self, eqn: Eqn, facts: Any) -> Iterator[tuple[int, Meeting]]:
         """Yields the products whose exponentials weigh other activations here."""
         for i in (0, 1):
             mine, other = facts[i], facts[1 - i]

@@ -256,7 +256,7 @@ class _Suspicion(Forward[Taint]):
             if eqn.contracted and self._is_mask(eqn.inputs()[i]):
                 bits |= taints[i].choice  # hard attention
             if not taints[1 - i].linear | taints[1 - i].bent:
-                self._met(eqn, i, bits, taints[i])
+                self._note_site(eqn, i, bits, taints[i])
         if is_product and (eqn.contracted or eqn.name == _CONV):
             return _ARRAY._replace(linear=self._born(eqn))
         if a - b and b - a:
@@ -279,7 +279,7 @@ class _Suspicion(Forward[Taint]):
             atom = inputs[0]
         return False
 
-    def _met(self, eqn: Eqn, i: int, bits: int, taint: Taint) -> None:
+    def _note_site(self, eqn: Eqn, i: int, bits: int, taint: Taint) -> None:
         if bits:
             self.sites[eqn, i] = bits | self.sites.get((eqn, i), 0)
             self.exponential |= bits & taint.exponential
@@ -306,7 +306,7 @@ class _Suspicion(Forward[Taint]):
         # Keys or values may be arguments: attention to them needs an exponential.
         # Probabilities times a table of numbers, not vectors, are an expectation.
         if any(o is not None and o not in eqn.to[i] for o in eqn.to[1 - i]):
-            self._met(eqn, i, taint.exponential, taint)
+            self._note_site(eqn, i, taint.exponential, taint)
         atom, dims = eqn.inputs()[i], [pair[i] for pair in eqn.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
         return out._replace(linear=out.linear | self._born(eqn)) if is_key else out

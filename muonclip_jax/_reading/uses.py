@@ -82,7 +82,7 @@ class Uses:
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
         for eqn in reader.equations:
             if eqn.inside:
-                self._handed(eqn)
+                self._carries_and_branches(eqn)
             elif not eqn.is_slope:
                 self._note(eqn)
         self._note_slopes()
@@ -190,7 +190,7 @@ class Uses:
             return False
         return bool(self._routers.note_mixers(other))
 
-    def _handed(self, eqn: Eqn) -> None:
+    def _carries_and_branches(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
         of, first = self._facts.of, eqn.inside[0]
         pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from helpers import few, matrix_of, more, polynomial_of
 from internals import (
-    Matrices,
     matrix_view,
+    MatrixLeaf,
     orthogonalize_on_mesh,
     platform_with,
     solver,
@@ -69,7 +69,7 @@ def test_matrices_come_back_orthogonal(name, batch, platform):
         )
         results = jax.jit(route)(
             [
-                Matrices(leaf, matrix_view(shape, PLAIN), spec)
+                MatrixLeaf(leaf, matrix_view(shape, PLAIN), spec)
                 for leaf, (shape, spec) in zip(leaves, layout, strict=True)
             ]
         )

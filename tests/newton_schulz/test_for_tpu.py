@@ -13,8 +13,8 @@ from helpers import (
     polynomial_of,
 )
 from internals import (
-    Matrices,
     matrix_view,
+    MatrixLeaf,
     on_one_device,
     platform_named,
     platform_with,
@@ -66,7 +66,7 @@ def test_leaves_on_one_accelerator(platform, batch):
         jnp.asarray(matrices(*(1, *shape)[-3:], seed=i).reshape(shape), dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
-    given = [Matrices(leaf, matrix_view(leaf.shape, PLAIN)) for leaf in leaves]
+    given = [MatrixLeaf(leaf, matrix_view(leaf.shape, PLAIN)) for leaf in leaves]
     with platform_with(platform, batch_entries=batch, stack_entries=batch / 2):
         its = solver(platform, dtype="float32")
         results = jax.jit(lambda leaves: on_one_device(its, leaves))(given)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
+from .layer_stacks import given_stacks, LayerStack, stack_at, StackAxes
 from .paths import is_masked, LeafAt, Path, Shape
-from .stacks import given_stacks, Stack, stack_at, StackAxes
 
 
 def find_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
-) -> dict[Path, Stack]:
+) -> dict[Path, LayerStack]:
     """The stack of each leaf: given, or shared by all leaves of a module."""
     found = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
@@ -46,10 +46,10 @@ def find_stacks(
                 is_sure = all(first[p] == x for each in others for p, x in each.items())
                 first = {p: x._replace(is_sure=is_sure) for p, x in first.items()}
             found |= first
-    return dict.fromkeys(leaf_at, Stack(0, 0)) | found
+    return dict.fromkeys(leaf_at, LayerStack(0, 0)) | found
 
 
-def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, Stack]]:
+def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, LayerStack]]:
     """The stacks that all leaves under a module share, the likeliest first."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
@@ -82,7 +82,7 @@ def without_ones(bias: Shape) -> Shape:
     return tuple(size for size in bias if size != 1) or bias[:1]
 
 
-class Leaf(NamedTuple):
+class FlaxLeaf(NamedTuple):
     """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
 
     own: Path
@@ -146,7 +146,9 @@ class Leaf(NamedTuple):
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
 
-def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
+def leaves_of(
+    leaf_at: LeafAt, stacks: Mapping[Path, LayerStack]
+) -> dict[Path, FlaxLeaf]:
     """One layer of each leaf in Flax's words, turned where its outputs come first."""
     layers, axes_of = {}, {}
     for own, (start, depth, _) in stacks.items():
@@ -173,7 +175,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
     }
     votes = [x for x in map(is_outputs_first, weights) if x is not None]
     weights_turned = sum(votes) * 2 >= len(votes)
-    found: dict[Path, Leaf] = {}
+    found: dict[Path, FlaxLeaf] = {}
     for own, path in written.items():
         shape, axes, bias = layers[own], axes_of[own], bias_of[own]
         is_kernel = path[-1:] == ("kernel",)
@@ -188,7 +190,7 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
         by = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = Leaf(
+        found[own] = FlaxLeaf(
             own, path, shape, axes, bias, kind, is_turned, is_masked(leaf_at[own])
         )
     return found

@@ -17,7 +17,7 @@ _LAYERS |= {"dense_layers", "moe_layers"}
 _EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """The axes of a stack in a leaf: `depth` of them, from `start` on."""
 
     start: int
@@ -32,15 +32,15 @@ class Stack(NamedTuple):
         return shape[: self.start] + shape[self.start + self.depth :]
 
 
-def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
+def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
     """A stack that begins at an axis or, from the end, ends there, if it can."""
     start = axis if axis >= 0 else axis + rank + 1 - depth
-    return Stack(start, depth) if 0 <= start <= rank - depth else None
+    return LayerStack(start, depth) if 0 <= start <= rank - depth else None
 
 
 def given_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
-) -> dict[Path, Stack]:
+) -> dict[Path, LayerStack]:
     """The stacks of leaves whose modules `stack_axes` names, or whose axes have names.
 
     **Raises:** `ValueError` for modules that the params lack, and for leaves that lack
@@ -51,7 +51,7 @@ def given_stacks(
     absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
     if absent and leaf_at:
         raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-    found: dict[Path, Stack] = {}
+    found: dict[Path, LayerStack] = {}
     strays = []
     for path, leaf in leaf_at.items():
         if is_masked(leaf):
@@ -67,11 +67,11 @@ def given_stacks(
             # Scalars of layers are stacked along their only axis, whatever is given.
             axis = around[-1] if rank > 1 else 0
             stack = stack_at(axis, rank, min(1, rank))
-            found[path] = stack or Stack(0, 0)
+            found[path] = stack or LayerStack(0, 0)
             shape = tuple(leaf.shape)
             strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
         elif named and named[-1] - named[0] == len(named) - 1:
-            found[path] = Stack(named[0], len(named))
+            found[path] = LayerStack(named[0], len(named))
     if strays:
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
     return found
