@@ -38,15 +38,15 @@ from muonclip_jax._newton_schulz.newton_schulz import make_solver
 from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
-from muonclip_jax._parameters.rules import OF_MORE_AXES, OF_TWO_AXES
-from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
-from muonclip_jax._reading.calls import call_of
+from muonclip_jax._parameters.leaf_rules import OF_MORE_AXES, OF_TWO_AXES
+from muonclip_jax._parameters.leaf_rules import RULES as OF_ANY_RANK
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
-from muonclip_jax._reading.heads import head_ids, heads_of
+from muonclip_jax._reading.heads_of_products import head_ids, heads_of
 from muonclip_jax._reading.kernels import largest_by_sums
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
+from muonclip_jax._reading.traced_call import call_of
 
 
 #: Every rule on names and shapes.

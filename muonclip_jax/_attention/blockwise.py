@@ -151,7 +151,7 @@ _attend_compiled = jax.jit(_attend)
 _LEAST_ROWS = 128
 
 
-class _Softmax(NamedTuple):
+class _RunningSoftmax(NamedTuple):
     """The running rows of a softmax times values."""
 
     largest: jax.Array  # (batch..., heads, rows)
@@ -195,7 +195,7 @@ def _forward(logits: Logits, value: jax.Array):
     return output, log_total, statistic.astype(jnp.float32)
 
 
-def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
+def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _RunningSoftmax:
     """Returns the softmax of a block of queries over all keys that they see.
 
     Let `m` be the maximum and `l` the sum over the keys so far. A block with maximum
@@ -205,7 +205,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
     """
     *batch, queries, heads, _ = logits.query.shape
 
-    def fold(j: jax.Array, running: _Softmax) -> _Softmax:
+    def fold(j: jax.Array, running: _RunningSoftmax) -> _RunningSoftmax:
         formed = logits.of_block(i, j)
         values = logits.columns(value, j, axis=-3)
         highest = jnp.maximum(running.largest, formed.max(-1, initial=-jnp.inf))
@@ -218,7 +218,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
             alone = jnp.maximum(running.alone, own.max(-1, initial=-jnp.inf))
         weights = jnp.exp(formed - shift[..., None])
         decay = jnp.exp(running.largest - shift)
-        return _Softmax(
+        return _RunningSoftmax(
             highest,
             decay * running.total + weights.sum(-1),
             decay[..., None] * running.output + _weigh(weights, values),
@@ -226,7 +226,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
         )
 
     shape, dtype = (*batch, heads, min(queries, logits.size)), logits.scale.dtype
-    nothing = _Softmax(
+    nothing = _RunningSoftmax(
         jnp.full(shape, -jnp.inf, dtype),
         jnp.zeros(shape, dtype),
         jnp.zeros((*shape, value.shape[-1]), dtype),

@@ -17,8 +17,8 @@ from .._parameters import names, paths
 from .._parameters.fit import check_params
 from .._parameters.given import check_model, check_read, Model
 from .._parameters.layer_stacks import IN_FRONT, StackAxes
+from .._parameters.leaf_rules import ByNames
 from .._parameters.paths import is_masked
-from .._parameters.rules import ByNames
 from .head_leaf import HeadLeaf
 from .owned_leaf import OwnedLeaf
 

@@ -35,7 +35,7 @@ from .bound_layer import BoundLayer, LeafInRole
 Share = Literal["alpha", "rest", "half", "whole"]
 
 #: A leaf that is scaled for the heads of its layer, and its share of their gamma.
-Scaled = tuple[LeafInRole, Share]
+LeafShare = tuple[LeafInRole, Share]
 
 
 def shares_of(
@@ -73,7 +73,7 @@ def shares_of(
     return [*zip(shares[::2], shares[1::2], strict=True)]
 
 
-def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
+def scaled_leaves(layers: Sequence[BoundLayer]) -> list[LeafShare]:
     """Returns the scaled leaves of all layers, by the rules above."""
     # By `id`, because equal leaves of two layers are two uses. `layers` keeps all uses
     # alive as long as the set.
@@ -88,7 +88,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     groups: dict[int, list[BoundLayer]] = {}
     for layer in layers:
         groups.setdefault(int(first_of[layer.index]), []).append(layer)
-    scaled: list[Scaled] = []
+    scaled: list[LeafShare] = []
     for group in groups.values():
         # Scale each layer by itself if it can leave shared entries alone: then no layer
         # is scaled for another's logits. Otherwise clip the whole group as one.
@@ -101,7 +101,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
 
 def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
-) -> list[Scaled]:
+) -> list[LeafShare]:
     """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
@@ -125,7 +125,7 @@ def _scaled_in(
 
 
 def clipped_together(
-    layers: Sequence[BoundLayer], scaled: Sequence[Scaled]
+    layers: Sequence[BoundLayer], scaled: Sequence[LeafShare]
 ) -> np.ndarray:
     """Returns, for each head in the row of all layers, the first it is clipped with."""
     pairs: set[tuple[int, int]] = set()

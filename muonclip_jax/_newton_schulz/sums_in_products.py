@@ -139,7 +139,7 @@ def _factors(
         lift = 1.0 if is_held else 2.0 ** round(math.log2(UNIT / s))
         s *= lift
         later = tuple(itertools.chain(*passes[i + 1 :]))
-        choice = _Choice(steps, s, values)
+        choice = _FactorChoice(steps, s, values)
         best = choice.best(exact, later, used)
         factors.append(choice.factors(best)._replace(lift=lift))
         values = choice.values[best]
@@ -147,7 +147,7 @@ def _factors(
     return tuple(factors), s, frozenset(used)
 
 
-class _Choice:
+class _FactorChoice:
     """The factors that a pass may have, and what each makes of singular values.
 
     Every factor is rounded to float16, but alpha is free, and the others follow.

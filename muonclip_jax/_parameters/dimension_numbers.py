@@ -24,8 +24,8 @@ from .given import (
     Model,
 )
 from .layer_stacks import IN_FRONT, StackAxes
+from .leaf_rules import ByNames
 from .question import question
-from .rules import ByNames
 from .verdict import UnknownDirection, Verdict
 
 

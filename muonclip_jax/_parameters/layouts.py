@@ -34,14 +34,14 @@ _FLAT = [each for each in LAYOUTS if "G" not in each.get("query", "")]
 LAYOUTS += tuple({role: f"L{x}" for role, x in each.items()} for each in _FLAT)
 
 
-class Sides(NamedTuple):
+class LayerAxes(NamedTuple):
     """Axes of inputs and of outputs, of those of one layer."""
 
     inputs: Sequence[int]
     outputs: Sequence[int]
 
 
-DENSE = Sides((-2,), (-1,))
+DENSE = LayerAxes((-2,), (-1,))
 
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
@@ -100,8 +100,8 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
     return all(size[x[0]] == size[x[1]] * size[x[2]] for x in wholes)
 
 
-def sides_of(letters: str) -> Sides:
+def sides_of(letters: str) -> LayerAxes:
     """Input and output axes of a kernel in a layout, from the end."""
     axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
     inputs = tuple(i for i, x in axes if x.islower())
-    return Sides(inputs, tuple(i for i, x in axes if x.isupper()))
+    return LayerAxes(inputs, tuple(i for i, x in axes if x.isupper()))

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .back import shared
 from .cells import places
 from .dependence import Dependence, Dependency
 from .fact import members, union
 from .graph import Atom, Eqn
-from .heads import bits_of, HeadMap, heads_of, Refused, shows_all
+from .heads_of_products import bits_of, HeadMap, heads_of, Refused, shows_all
 from .marks import distinct, is_varied, numbered
 from .parts import ScaledEntries
 from .primitives import Kind, moves
-from .rules import shared
 from .scaling import ADDED, Factor
 from .sides import Divider, LayerCells, LONGEST, Pair, Side, Sides
 from .sites import Site, sites_of, Unclear
@@ -87,7 +87,7 @@ class _Array(NamedTuple):
     line: str = ""  # the line where it enters, if known
 
 
-class _Scaled(NamedTuple):
+class _ScaledSide(NamedTuple):
     """Entries that a clip would scale, and the events where they meet activations."""
 
     parts: list[ScaledEntries]
@@ -179,7 +179,7 @@ class LayerReader:
         pairs = [x for one in self.classes for x in one.pairs]
         queries = [part for x in pairs for part in x.query]
         keys = [part for x in pairs for part in x.key]
-        scaled = [*map(_Scaled, (queries, keys), self.events)]
+        scaled = [*map(_ScaledSide, (queries, keys), self.events)]
         for i, why in self._second_uses(scaled, self.arrays, ways).items():
             self.classes = [
                 x._replace(pairs=[pair.without(i, why) for pair in x.pairs])
@@ -286,7 +286,10 @@ class LayerReader:
         self.bits |= facts.product(product.eqn)
 
     def _second_uses(
-        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Route]
+        self,
+        scaled: Sequence[_ScaledSide],
+        arrays: Sequence[_Array],
+        ways: Sequence[Route],
     ) -> dict[int, str]:
         """Returns the sides whose scaled entries enter logits again, and where.
 
@@ -341,7 +344,7 @@ class LayerReader:
                 if is_each and all(y.query for x in found for y in x.pairs):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
-                    scaled = _Scaled(parts, {y for x in found for y in x.events[0]})
+                    scaled = _ScaledSide(parts, {y for x in found for y in x.events[0]})
                     if not self._second_uses([scaled], arrays, [path]):
                         # Heads that share a temperature, as in XCiT, are one.
                         if 1 < len(sets) < heads.number:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .fact import members, union
 from .graph import Atom
-from .heads import is_apart
+from .heads_of_products import is_apart
 from .marks import (
     distinct,
     Marks,

@@ -7,48 +7,48 @@ from typing import Any, Generic, TypeVar
 from .graph import Atom, Eqn, Frame
 
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
-class Forward(abc.ABC, Generic[Value]):
+class Forward(abc.ABC, Generic[T]):
     """A forward pass; subclasses define `primitive` and `either`."""
 
-    def __init__(self, nothing: Value):
+    def __init__(self, nothing: T):
         self._nothing = nothing
-        self._of: dict[Atom, Value] = {}
+        self._of: dict[Atom, T] = {}
 
     @abc.abstractmethod
-    def primitive(self, eqn: Eqn) -> Value:
+    def primitive(self, eqn: Eqn) -> T:
         """Returns the value of an equation's results."""
 
     @abc.abstractmethod
-    def either(self, values: Sequence[Value]) -> Value:
+    def either(self, values: Sequence[T]) -> T:
         """Returns the value of a variable that may have any of these values."""
 
-    def result(self, eqn: Eqn, atom: Atom, value: Value) -> Value:
+    def result(self, eqn: Eqn, atom: Atom, value: T) -> T:
         """Returns the value of one result, from that of its equation."""
         return value
 
-    def begun(self, value: Value) -> Value:
+    def begun(self, value: T) -> T:
         """Returns the value of a loop's carry at the beginning of a trip."""
         return value
 
-    def more(self, eqn: Eqn) -> Value:
+    def more(self, eqn: Eqn) -> T:
         """Returns the value of a kernel's outputs that its plain function lacks."""
         return self.either(self.inputs(eqn))
 
-    def of(self, atom: Atom) -> Value:
+    def of(self, atom: Atom) -> T:
         return self.value(atom)
 
-    def value(self, atom: Atom) -> Value:
+    def value(self, atom: Atom) -> T:
         """Returns the value of a variable, as its own frame sees it."""
         return self._of.get(atom, self._nothing)
 
-    def inputs(self, eqn: Eqn) -> list[Value]:
+    def inputs(self, eqn: Eqn) -> list[T]:
         """Returns the values of an equation's operands."""
         return [self._of.get(atom, self._nothing) for atom in eqn.inputs()]
 
-    def run(self, frame: Frame, inputs: Sequence[Value]) -> list[Value]:
+    def run(self, frame: Frame, inputs: Sequence[T]) -> list[T]:
         self._of |= zip(frame.inputs, inputs, strict=True)
         for eqn in frame.live:
             atoms = eqn.outputs()
@@ -59,14 +59,14 @@ class Forward(abc.ABC, Generic[Value]):
                 self._of[atom] = self.result(eqn, atom, value)
         return [self.value(atom) for atom in frame.outputs]
 
-    def called(self, eqn: Eqn) -> list[Value]:
+    def called(self, eqn: Eqn) -> list[T]:
         """Returns the values of the results of an equation with inner jaxprs."""
         runs: Any = [self._inside(inner) for inner in eqn.inside]
         outs = [self.either(values) for values in zip(*runs, strict=True)]
         n = len(eqn.jaxpr_eqn.outvars)
         return [*outs[:n], *[self.more(eqn)] * (n - len(outs))]
 
-    def _inside(self, inner: Frame) -> list[Value]:
+    def _inside(self, inner: Frame) -> list[T]:
         """Returns the values of a frame's results, for a loop after all trips.
 
         The iteration ends because values only grow.

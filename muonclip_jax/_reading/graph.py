@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import jaxprs, kernels
+from .back import shared, sides
 from .jaxprs import Address, shape_of
 from .marks import (
     full,
@@ -29,7 +30,6 @@ from .marks import (
 )
 from .numbers import Lead, number_in, Numbers
 from .primitives import Kind, kind_of, Moves, moves, TABLE
-from .rules import shared, sides
 from .values import Value
 
 

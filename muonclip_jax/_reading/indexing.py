@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .back import Move, Moves, Op
 from .marks import (
     full,
     Marks,
@@ -19,7 +20,6 @@ from .marks import (
     small,
     union_along,
 )
-from .rules import Move, Moves, Op
 
 
 def static_slice(op: Op) -> Moves:

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from .._parameters.paths import Shape
+
 
 Marks = np.ndarray
-Shape = tuple[int, ...]
 
 
 # The largest marks that `placed` makes. With positions and one more axis, marks would

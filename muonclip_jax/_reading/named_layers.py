@@ -11,6 +11,7 @@ from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._model.shares import shares_of
 from .._parameters import paths
+from .._parameters.paths import Shape
 from .attention import Layer
 from .parts import ScaledEntries
 
@@ -78,10 +79,9 @@ class LayerRead(NamedTuple):
 
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
-Shape = tuple[int, ...]
 
 
-class _Call(NamedTuple):
+class _LayerCall(NamedTuple):
     """One call of a layer: its leaves by their roles, or why there are none."""
 
     layer: Layer
@@ -97,7 +97,7 @@ class _Call(NamedTuple):
         alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
         return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
 
-    def is_of(self, other: "_Call") -> bool:
+    def is_of(self, other: "_LayerCall") -> bool:
         """Whether this is another call of the same layer.
 
         Both calls have the same parameters. Different parts of them, as a Python loop
@@ -114,8 +114,8 @@ def named_layers(
     layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> list[NamedLayer]:
     """Returns every layer once, however often the function calls it."""
-    calls = [_Call(x, *_roles(x, leaf_paths, shapes)) for x in layers]
-    groups: list[list[_Call]] = []
+    calls = [_LayerCall(x, *_roles(x, leaf_paths, shapes)) for x in layers]
+    groups: list[list[_LayerCall]] = []
     # First the calls whose heads are known.
     for call in sorted(calls, key=lambda call: bool(call.refusal)):
         group = next((group for group in groups if call.is_of(group[0])), None)

@@ -8,7 +8,7 @@ import numpy as np
 from .._model.owned_leaf import OwnedLeaf
 from .cells import Cells, Entries, Rows
 from .fact import union
-from .heads import head_ids
+from .heads_of_products import head_ids
 from .marks import distinct, Marks
 from .scaling import NORMED, Sum
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import indexing, rules, values
-from .rules import Moves, Op
+from . import back, indexing, values
+from .back import Moves, Op
 
 
 def moves(eqn: Any, k: int) -> Moves:
@@ -95,19 +95,19 @@ _BENT |= {Kind.STEP, Kind.EQUAL, Kind.FOLDED, Kind.LOG_TOTAL}
 
 
 #: A function from an equation's parameters and its operand's rank to dimensions.
-Axes = Callable[[dict[str, Any], int], Iterable[int]]
+AxesRule = Callable[[dict[str, Any], int], Iterable[int]]
 
 
 def _none(params: dict[str, Any], rank: int) -> Iterable[int]:
     return ()
 
 
-def _each(parameter: str) -> Axes:
+def _each(parameter: str) -> AxesRule:
     """Returns the axes that a parameter lists."""
     return lambda params, rank: params[parameter]
 
 
-def _one(parameter: str) -> Axes:
+def _one(parameter: str) -> AxesRule:
     """Returns the axis that a parameter names."""
     return lambda params, rank: (params[parameter],)
 
@@ -122,7 +122,7 @@ def _windowed(params: dict[str, Any], rank: int) -> Iterable[int]:
     return (d for d, n in enumerate(params["window_dimensions"]) if n > 1)
 
 
-class Row(NamedTuple):
+class Known(NamedTuple):
     """All that the reading knows of some primitives.
 
     - `names`: the primitives, by their `.name`, separated by spaces.
@@ -135,90 +135,94 @@ class Row(NamedTuple):
 
     names: str
     kind: Kind
-    axes: Axes
-    moves: rules.Rule
-    value: values.Rule | None
+    axes: AxesRule
+    moves: back.MoveRule
+    value: values.ValueRule | None
 
 
 _ROWS = (
-    Row(
+    Known(
         "convert_element_type copy copy_p reduce_precision pvary pcast mesh_cast "
         "reshard sharding_constraint sharding_barrier layout_constraint device_put "
         "pbroadcast name",
         Kind.SAME,
         _none,
-        rules.entrywise,
+        back.entrywise,
         values.same,
     ),
-    Row("reshape squeeze expand_dims", Kind.SAME, _none, rules.reshape, values.reshape),
-    Row("broadcast_in_dim", Kind.REPEATED, _none, rules.broadcast, values.broadcast),
-    Row("tile", Kind.REPEATED, _none, rules.tile, None),
-    Row("transpose", Kind.PERMUTED, _none, rules.transpose, values.transpose),
-    Row("rev", Kind.PERMUTED, _none, rules.rev, values.rev),
+    Known(
+        "reshape squeeze expand_dims", Kind.SAME, _none, back.reshape, values.reshape
+    ),
+    Known("broadcast_in_dim", Kind.REPEATED, _none, back.broadcast, values.broadcast),
+    Known("tile", Kind.REPEATED, _none, back.tile, None),
+    Known("transpose", Kind.PERMUTED, _none, back.transpose, values.transpose),
+    Known("rev", Kind.PERMUTED, _none, back.rev, values.rev),
     # Several operands go through a barrier, each to a result of its own.
-    Row("ppermute optimization_barrier", Kind.PERMUTED, _none, rules.entrywise, None),
-    Row("slice", Kind.CUT, _none, indexing.static_slice, values.static_slice),
-    Row("split unstack", Kind.CUT, _none, indexing.split, None),
-    Row(
+    Known("ppermute optimization_barrier", Kind.PERMUTED, _none, back.entrywise, None),
+    Known("slice", Kind.CUT, _none, indexing.static_slice, values.static_slice),
+    Known("split unstack", Kind.CUT, _none, indexing.split, None),
+    Known(
         "dynamic_slice",
         Kind.PICKED,
         _none,
         indexing.dynamic_slice,
         values.dynamic_slice,
     ),
-    Row("gather", Kind.PICKED, _none, indexing.gather, values.gather),
-    Row(
+    Known("gather", Kind.PICKED, _none, indexing.gather, values.gather),
+    Known(
         "concatenate stack",
         Kind.JOINED,
         _none,
         indexing.concatenate,
         values.concatenate,
     ),
-    Row("pad", Kind.JOINED, _none, indexing.pad, None),
-    Row("dynamic_update_slice", Kind.PLACED, _none, indexing.update_slice, None),
-    Row("scatter", Kind.PLACED, _none, indexing.scatter, None),
-    Row(
+    Known("pad", Kind.JOINED, _none, indexing.pad, None),
+    Known("dynamic_update_slice", Kind.PLACED, _none, indexing.update_slice, None),
+    Known("scatter", Kind.PLACED, _none, indexing.scatter, None),
+    Known(
         "select_n",
         Kind.CHOICE,
         _none,
-        rules.select,
+        back.select,
         values.of_entries(values.chosen),
     ),
-    Row("stop_gradient", Kind.STOPPED, _none, rules.entrywise, values.same),
-    Row("neg", Kind.LINEAR, _none, rules.entrywise, values.of_entries(np.negative)),
-    Row(
+    Known("stop_gradient", Kind.STOPPED, _none, back.entrywise, values.same),
+    Known("neg", Kind.LINEAR, _none, back.entrywise, values.of_entries(np.negative)),
+    Known(
         "real imag conj complex nextafter bitcast_convert_type",
         Kind.LINEAR,
         _none,
-        rules.entrywise,
+        back.entrywise,
         None,
     ),
-    Row("abs", Kind.LINEAR, _none, rules.entrywise, values.of_entries(np.abs)),
-    Row("add add_any", Kind.SUM, _none, rules.entrywise, values.of_entries(np.add)),
-    Row("sub", Kind.DIFFERENCE, _none, rules.entrywise, values.of_entries(np.subtract)),
-    Row("max", Kind.LARGER, _none, rules.entrywise, values.of_entries(np.maximum)),
-    Row("min", Kind.LARGER, _none, rules.entrywise, values.of_entries(np.minimum)),
-    Row("mul", Kind.PRODUCT, _none, rules.entrywise, values.of_entries(np.multiply)),
-    Row("div", Kind.QUOTIENT, _none, rules.entrywise, values.divided),
-    Row("exp exp2 pow", Kind.EXPONENTIAL, _none, rules.entrywise, None),
-    Row("log log1p", Kind.LOGARITHM, _none, rules.entrywise, None),
-    Row("integer_pow", Kind.POWER, _none, rules.entrywise, None),
-    Row("tanh", Kind.SOFTCAP, _none, rules.entrywise, None),
-    Row("ceil round", Kind.STEP, _none, rules.entrywise, None),
-    Row("rem", Kind.BENT, _none, rules.entrywise, values.rest),
-    Row("sign", Kind.STEP, _none, rules.entrywise, values.of_entries(np.sign)),
-    Row("floor", Kind.STEP, _none, rules.entrywise, values.of_entries(np.floor)),
-    Row("ne", Kind.BENT, _none, rules.entrywise, values.of_entries(np.not_equal)),
-    Row("lt", Kind.BENT, _none, rules.entrywise, values.of_entries(np.less)),
-    Row("le", Kind.BENT, _none, rules.entrywise, values.of_entries(np.less_equal)),
-    Row("gt", Kind.BENT, _none, rules.entrywise, values.of_entries(np.greater)),
-    Row("ge", Kind.BENT, _none, rules.entrywise, values.of_entries(np.greater_equal)),
-    Row("and", Kind.BENT, _none, rules.entrywise, values.of_entries(np.bitwise_and)),
-    Row("or", Kind.BENT, _none, rules.entrywise, values.of_entries(np.bitwise_or)),
-    Row("xor", Kind.BENT, _none, rules.entrywise, values.of_entries(np.bitwise_xor)),
-    Row("not", Kind.BENT, _none, rules.entrywise, values.of_entries(np.invert)),
-    Row("clamp", Kind.BENT, _none, rules.entrywise, values.of_entries(values.clamped)),
-    Row(
+    Known("abs", Kind.LINEAR, _none, back.entrywise, values.of_entries(np.abs)),
+    Known("add add_any", Kind.SUM, _none, back.entrywise, values.of_entries(np.add)),
+    Known(
+        "sub", Kind.DIFFERENCE, _none, back.entrywise, values.of_entries(np.subtract)
+    ),
+    Known("max", Kind.LARGER, _none, back.entrywise, values.of_entries(np.maximum)),
+    Known("min", Kind.LARGER, _none, back.entrywise, values.of_entries(np.minimum)),
+    Known("mul", Kind.PRODUCT, _none, back.entrywise, values.of_entries(np.multiply)),
+    Known("div", Kind.QUOTIENT, _none, back.entrywise, values.divided),
+    Known("exp exp2 pow", Kind.EXPONENTIAL, _none, back.entrywise, None),
+    Known("log log1p", Kind.LOGARITHM, _none, back.entrywise, None),
+    Known("integer_pow", Kind.POWER, _none, back.entrywise, None),
+    Known("tanh", Kind.SOFTCAP, _none, back.entrywise, None),
+    Known("ceil round", Kind.STEP, _none, back.entrywise, None),
+    Known("rem", Kind.BENT, _none, back.entrywise, values.rest),
+    Known("sign", Kind.STEP, _none, back.entrywise, values.of_entries(np.sign)),
+    Known("floor", Kind.STEP, _none, back.entrywise, values.of_entries(np.floor)),
+    Known("ne", Kind.BENT, _none, back.entrywise, values.of_entries(np.not_equal)),
+    Known("lt", Kind.BENT, _none, back.entrywise, values.of_entries(np.less)),
+    Known("le", Kind.BENT, _none, back.entrywise, values.of_entries(np.less_equal)),
+    Known("gt", Kind.BENT, _none, back.entrywise, values.of_entries(np.greater)),
+    Known("ge", Kind.BENT, _none, back.entrywise, values.of_entries(np.greater_equal)),
+    Known("and", Kind.BENT, _none, back.entrywise, values.of_entries(np.bitwise_and)),
+    Known("or", Kind.BENT, _none, back.entrywise, values.of_entries(np.bitwise_or)),
+    Known("xor", Kind.BENT, _none, back.entrywise, values.of_entries(np.bitwise_xor)),
+    Known("not", Kind.BENT, _none, back.entrywise, values.of_entries(np.invert)),
+    Known("clamp", Kind.BENT, _none, back.entrywise, values.of_entries(values.clamped)),
+    Known(
         "square sqrt rsqrt cbrt expm1 logistic is_finite "
         "erf erfc erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh "
         "lgamma digamma polygamma zeta igamma igammac bessel_i0e bessel_i1e polynomial "
@@ -226,72 +230,72 @@ _ROWS = (
         "shift_left shift_right_logical shift_right_arithmetic population_count",
         Kind.BENT,
         _none,
-        rules.entrywise,
+        back.entrywise,
         None,
     ),
-    Row("eq", Kind.EQUAL, _none, rules.entrywise, values.of_entries(np.equal)),
-    Row(
+    Known("eq", Kind.EQUAL, _none, back.entrywise, values.of_entries(np.equal)),
+    Known(
         "dot_general ragged_dot_general ragged_dot",
         Kind.CONTRACTION,
         _none,
-        rules.product,
+        back.product,
         None,
     ),
-    Row("conv_general_dilated", Kind.CONTRACTION, _none, rules.convolution, None),
-    Row("reduce_sum", Kind.TOTAL, _each("axes"), rules.reduce, None),
-    Row("cumsum", Kind.TOTAL, _one("axis"), rules.mixing, None),
-    Row("reduce_window_sum", Kind.TOTAL, _windowed, rules.windows, None),
-    Row("scatter-add scatter_add", Kind.SCATTERED, _none, indexing.scatter, None),
-    Row("fft", Kind.MIXED, _last, rules.mixing, None),
-    Row("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), rules.reduce, None),
+    Known("conv_general_dilated", Kind.CONTRACTION, _none, back.convolution, None),
+    Known("reduce_sum", Kind.TOTAL, _each("axes"), back.reduce, None),
+    Known("cumsum", Kind.TOTAL, _one("axis"), back.mixing, None),
+    Known("reduce_window_sum", Kind.TOTAL, _windowed, back.windows, None),
+    Known("scatter-add scatter_add", Kind.SCATTERED, _none, indexing.scatter, None),
+    Known("fft", Kind.MIXED, _last, back.mixing, None),
+    Known("reduce_prod reduce_xor", Kind.FOLDED, _each("axes"), back.reduce, None),
     # The derivative of the maximum of windows. It is linear in its first operand; the
     # second one only says which entry of a window to take.
-    Row("select_and_gather_add", Kind.MIXED, _windowed, rules.windows, None),
+    Known("select_and_gather_add", Kind.MIXED, _windowed, back.windows, None),
     # Linear in the operand, but not in the updates, which are no summands: read as a
     # sum, both factors would be scaled by QK-Clip, and their product twice.
-    Row("scatter-mul", Kind.FOLDED, _none, indexing.scatter, None),
-    Row("cumprod", Kind.FOLDED, _one("axis"), rules.mixing, None),
-    Row("cumlogsumexp", Kind.LOG_TOTAL, _one("axis"), rules.mixing, None),
-    Row("reduce_max reduce_min", Kind.EXTREME, _each("axes"), rules.reduce, None),
-    Row("reduce_and reduce_or", Kind.EXTREME, _each("axes"), rules.reduce, None),
-    Row("cummax cummin", Kind.EXTREME, _one("axis"), rules.mixing, None),
-    Row(
+    Known("scatter-mul", Kind.FOLDED, _none, indexing.scatter, None),
+    Known("cumprod", Kind.FOLDED, _one("axis"), back.mixing, None),
+    Known("cumlogsumexp", Kind.LOG_TOTAL, _one("axis"), back.mixing, None),
+    Known("reduce_max reduce_min", Kind.EXTREME, _each("axes"), back.reduce, None),
+    Known("reduce_and reduce_or", Kind.EXTREME, _each("axes"), back.reduce, None),
+    Known("cummax cummin", Kind.EXTREME, _one("axis"), back.mixing, None),
+    Known(
         "reduce_window_max reduce_window_min",
         Kind.POOLED,
         _windowed,
-        rules.windows,
+        back.windows,
         None,
     ),
-    Row("scatter-max scatter-min", Kind.EXTREME, _none, indexing.scatter, None),
-    Row("pmax pmin", Kind.EXTREME, _none, rules.over_devices, None),
-    Row("sort", Kind.ORDER, _one("dimension"), rules.mixing, None),
-    Row("top_k", Kind.ORDER, _one("axis"), rules.mixing, None),
-    Row("approx_top_k", Kind.ORDER, _one("reduction_dimension"), rules.mixing, None),
-    Row("argmax argmin", Kind.WINNER, _each("axes"), rules.nowhere, None),
-    Row("psum psum_invariant psum2", Kind.EXCHANGED, _none, rules.over_devices, None),
-    Row(
-        "all_gather all_gather_invariant", Kind.EXCHANGED, _none, rules.all_gather, None
+    Known("scatter-max scatter-min", Kind.EXTREME, _none, indexing.scatter, None),
+    Known("pmax pmin", Kind.EXTREME, _none, back.over_devices, None),
+    Known("sort", Kind.ORDER, _one("dimension"), back.mixing, None),
+    Known("top_k", Kind.ORDER, _one("axis"), back.mixing, None),
+    Known("approx_top_k", Kind.ORDER, _one("reduction_dimension"), back.mixing, None),
+    Known("argmax argmin", Kind.WINNER, _each("axes"), back.nowhere, None),
+    Known("psum psum_invariant psum2", Kind.EXCHANGED, _none, back.over_devices, None),
+    Known(
+        "all_gather all_gather_invariant", Kind.EXCHANGED, _none, back.all_gather, None
     ),
-    Row(
-        "psum_scatter reduce_scatter", Kind.EXCHANGED, _none, rules.reduce_scatter, None
+    Known(
+        "psum_scatter reduce_scatter", Kind.EXCHANGED, _none, back.reduce_scatter, None
     ),
-    Row("all_to_all", Kind.EXCHANGED, _none, rules.all_to_all, None),
-    Row(
+    Known("all_to_all", Kind.EXCHANGED, _none, back.all_to_all, None),
+    Known(
         "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
         "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
         "ormqr geqp3 hessenberg cholesky_update",
         Kind.ALGEBRA,
         _none,
-        rules.nowhere,
+        back.nowhere,
         None,
     ),
-    Row("iota", Kind.COUNTER, _none, rules.nowhere, values.iota),
-    Row(
+    Known("iota", Kind.COUNTER, _none, back.nowhere, values.iota),
+    Known(
         "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
         "random_split rng_bit_generator threefry2x32 axis_index dim_as_value",
         Kind.GENERATED,
         _none,
-        rules.nowhere,
+        back.nowhere,
         None,
     ),
 )

@@ -14,17 +14,17 @@ from .._model.shares import scaled_leaves
 from .._options import check_flag, shown
 from .._parameters import paths
 from .._parameters.dimension_numbers import completed, resolve_verdicts
-from .._parameters.rules import ByNames
+from .._parameters.leaf_rules import ByNames
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import attention_layers
-from .calls import Call, call_of, check_function
 from .fact import members
 from .facts import Facts
 from .graph import Graph
 from .named_layers import LayerRead, named_layers, NamedLayer
 from .softmaxes import Softmaxes
 from .suspicion import suspicions
+from .traced_call import Call, call_of, check_function
 from .uses import Uses
 from .verdicts import verdicts
 

@@ -16,12 +16,12 @@ from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import check_flag, shown
 from . import jaxprs, kernels
 from .attention import Layer
-from .calls import Call, call_of, check_function
 from .jaxprs import Address
 from .named_layers import NamedLayer
 from .primitives import Kind, kind_of
 from .reading import read_call
 from .sites import Site
+from .traced_call import Call, call_of, check_function
 
 
 P = ParamSpec("P")
@@ -198,7 +198,7 @@ def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
     return rows[..., 0, :] if each == 1 else largest(rows, -2)
 
 
-class _Logits(NamedTuple):
+class _Changed(NamedTuple):
     """Logits after a softcap or a bias, and the logits of query and key alone."""
 
     value: Any
@@ -206,17 +206,19 @@ class _Logits(NamedTuple):
 
 
 def _values(arrays: Sequence[Any]) -> list[Any]:
-    return [x.value if isinstance(x, _Logits) else x for x in arrays]
+    return [x.value if isinstance(x, _Changed) else x for x in arrays]
 
 
 def _own(arrays: Sequence[Any]) -> list[Any]:
-    return [x.own if isinstance(x, _Logits) else x for x in arrays]
+    return [x.own if isinstance(x, _Changed) else x for x in arrays]
 
 
 def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays, as `_Logits` wherever `like` has `_Logits`."""
+    """Returns the arrays, as `_Changed` wherever `like` has `_Changed`."""
     return [
-        _Logits(x, x) if isinstance(of, _Logits) and not isinstance(x, _Logits) else x
+        _Changed(x, x)
+        if isinstance(of, _Changed) and not isinstance(x, _Changed)
+        else x
         for of, x in zip(like, arrays, strict=True)
     ]
 
@@ -249,7 +251,7 @@ class _Recorder:
             for n, site in self._sites.items():
                 if site.eqn.address == address:
                     logits = inputs[site.operand]
-                    assert not site.biases or isinstance(logits, _Logits)
+                    assert not site.biases or isinstance(logits, _Changed)
                     stats[n] = site.largest(*_own([logits]))
             return self._split(eqn, inputs, outs, address)
 
@@ -268,22 +270,22 @@ class _Recorder:
     def _split(
         self, eqn: Any, inputs: list[Any], outs: list[Any], address: Address
     ) -> list[Any]:
-        """Returns an equation's outputs, as `_Logits` from the first bias or softcap.
+        """Returns an equation's outputs, as `_Changed` from the first bias or softcap.
 
         The equation runs a second time, without biases, on logits of query and key.
         """
         biases, kind = self._way.get(address), kind_of(eqn.primitive.name)
         is_cap = kind is Kind.SOFTCAP
-        is_split = any(isinstance(x, _Logits) for x in inputs)
+        is_split = any(isinstance(x, _Changed) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
         own = jax.lax.stop_gradient(_own(inputs))
         if is_cap:  # skip tanh: the division by the cap and the product with it cancel
-            return [_Logits(*outs, *own)]
+            return [_Changed(*outs, *own)]
         for i in biases:
             sign = -1 if kind is Kind.DIFFERENCE and i == 1 else 1
             own[i] = without_bias(own[i], sign)
-        return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
+        return [*map(_Changed, outs, jaxprs.bound(eqn, own))]
 
     def _rerun(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
         """Returns the outputs of an equation and the statistics of its inner sites."""
@@ -320,11 +322,11 @@ class _Recorder:
         stopped = jax.lax.stop_gradient(inputs[own])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
-        outs = [_Logits(x, y.own) if isinstance(y, _Logits) else x for x, y in both]
+        outs = [_Changed(x, y.own) if isinstance(y, _Changed) else x for x, y in both]
         return outs, stats
 
     def _start(self, trip: Any, start: list[Any], address: Address) -> list[Any]:
-        """Returns a loop's initial carry, as `_Logits` where a trip returns these."""
+        """Returns a loop's initial carry, as `_Changed` where a trip returns these."""
         if address not in self._around:
             return start
         split = _split_as(jax.eval_shape(trip, start), start)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .back import Move
 from .fact import Fact
 from .facts import Facts
 from .graph import AllMarks, Atom, Eqn, Graph
 from .indexing import index_of
 from .marks import is_disjoint, key_of, total, union_of
 from .primitives import Kind, moves
-from .rules import Move
 
 
 class Factor(NamedTuple):

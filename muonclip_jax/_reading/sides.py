@@ -12,7 +12,7 @@ import numpy as np
 from .cells import agreed, Cells, classes, Rows, Trips, varied_loops
 from .fact import members
 from .graph import Atom
-from .heads import HeadMap
+from .heads_of_products import HeadMap
 from .marks import Marks, numbered
 from .numbers import Lead
 from .parts import parts_in, PICKED, scaled_entries, ScaledEntries

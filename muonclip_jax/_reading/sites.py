@@ -19,7 +19,7 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .fact import members
 from .graph import Atom, Eqn
-from .heads import HeadMap, Refused
+from .heads_of_products import HeadMap, Refused
 from .jaxprs import Address
 from .marks import numbered, union_but
 from .primitives import Kind, moves

@@ -10,12 +10,12 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .back import shared
 from .fact import Fact, members, union
 from .facts import Facts, is_inexact
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
 from .primitives import Kind, moves
-from .rules import shared
 from .scaling import Scaling
 
 

@@ -54,7 +54,7 @@ def twins_of(body: jaxprs.Inner) -> tuple[Twin, ...]:
         return ()
     every = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
     dims = [dim for dim in every if is_symbolic(dim)]
-    choice = _Choice(dims, {dim for dim in every if not is_symbolic(dim)})
+    choice = _SizeChoice(dims, {dim for dim in every if not is_symbolic(dim)})
     first = choice.sizes()
     return tuple(
         Twin(body._replace(jaxpr=_Sized(sizes).value(body.jaxpr)), sizes, dims)
@@ -78,7 +78,7 @@ def written(twins: Sequence[Twin], numbers: Iterable[int]) -> Any:
     return None
 
 
-class _Choice:
+class _SizeChoice:
     """Chooses sizes for the symbols of some dimensions.
 
     An axis of 1 is broadcast, and one as long as a parameter's may be taken for it. So

@@ -20,10 +20,10 @@ Value = np.ndarray | None
 MOST = 1 << 14
 
 #: A function from an equation and its operands' values to the value of its result.
-Rule = Callable[[Any, list[np.ndarray]], Value]
+ValueRule = Callable[[Any, list[np.ndarray]], Value]
 
 
-def of_entries(function: Callable[..., Any]) -> Rule:
+def of_entries(function: Callable[..., Any]) -> ValueRule:
     def rule(eqn: Any, values: list[np.ndarray]) -> Value:
         shape = np.broadcast_shapes(*(x.shape for x in values))
         return np.asarray(function(*values)) if math.prod(shape) <= MOST else None

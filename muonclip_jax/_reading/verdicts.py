@@ -6,12 +6,10 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
+from .._parameters.paths import Shape
 from .._parameters.verdict import Verdict
 from .fact import Fact, union
 from .uses import Note, Uses
-
-
-Shape = tuple[int, ...]
 
 
 def verdicts(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from . import names
 from .flax_leaves import find_stacks, FlaxLeaf, leaves_of, without_ones
 from .layer_stacks import IN_FRONT, StackAxes
-from .layouts import ATTENTION, DENSE, layouts_of, Sides, sides_of, WITH_HEADS
+from .layouts import ATTENTION, DENSE, LayerAxes, layouts_of, sides_of, WITH_HEADS
 from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree, Shape
 from .verdict import UnknownDirection, Verdict
@@ -27,7 +27,7 @@ _ROUTERS = {"router", "gate", "gates"}
 _EXPERTS = {"expert", "experts"}
 
 
-class Rule(NamedTuple):
+class LeafRule(NamedTuple):
     """A kind of leaf, when it holds, and what is said of it.
 
     The condition of a matrix returns its sides. With "asked" in place of a label, an
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
             return None
         if self.label == "asked":
             return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
-        numbers = leaf.numbers(*found) if isinstance(found, Sides) else None
+        numbers = leaf.numbers(*found) if isinstance(found, LayerAxes) else None
         # Biases show which way round weights are, those of others, too.
         is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
         if numbers and leaf.rank == 2 and is_open:
@@ -104,11 +104,11 @@ def is_open(x: FlaxLeaf) -> bool:
     return bool(x.letters) or not x.is_kernel or is_stack
 
 
-def by_layout(x: FlaxLeaf) -> Sides | None:
+def by_layout(x: FlaxLeaf) -> LayerAxes | None:
     return sides_of(x.letters[0]) if len(x.letters) == 1 else None
 
 
-def as_expert(x: FlaxLeaf) -> Sides | None:
+def as_expert(x: FlaxLeaf) -> LayerAxes | None:
     """The sides of a kernel of as many experts as its router has outputs.
 
     HuggingFace has outputs first in some models: what is called down gives features,
@@ -120,14 +120,14 @@ def as_expert(x: FlaxLeaf) -> Sides | None:
     said = {*names.words(x.own[-1]), *names.words(x.module)}
     is_told = said & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
     is_turned = is_told and (x.shape[-1] == features) != ("down" in said)
-    return Sides((-1,), (-2,)) if is_turned else DENSE
+    return LayerAxes((-1,), (-2,)) if is_turned else DENSE
 
 
-def by_bias(x: FlaxLeaf) -> Sides | None:
+def by_bias(x: FlaxLeaf) -> LayerAxes | None:
     """A bias has one entry per output, which separates input axes from output axes."""
     bias, rank = without_ones(x.bias or ()), x.rank
     fitting = [
-        Sides(range(len(bias) - n - rank, -n), range(-n, 0))
+        LayerAxes(range(len(bias) - n - rank, -n), range(-n, 0))
         for n in range(1, len(bias) + 1)
         if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
     ]
@@ -137,26 +137,26 @@ def by_bias(x: FlaxLeaf) -> Sides | None:
     return fitting[0] if len(fitting) == 1 and not is_either else None
 
 
-def as_window(x: FlaxLeaf) -> Sides | None:
+def as_window(x: FlaxLeaf) -> LayerAxes | None:
     """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
     is_whole = x.is_conv and not x.bias and len({*x.window}) == 1
-    return Sides(range(-x.rank, -1), (-1,)) if is_whole else None
+    return LayerAxes(range(-x.rank, -1), (-1,)) if is_whole else None
 
 
 #: In this order. With a bias, what is called a table is a layer, such as patches.
 RULES = (
-    Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
+    LeafRule("vector", lambda x: x.rank < 2 or 0 in x.shape),
     # Gains of a layer, a token: one row has no singular values to make even.
-    Rule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
-    Rule("bias", lambda x: x.kind == "bias"),
+    LeafRule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
+    LeafRule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
-    Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
-    Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
+    LeafRule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
+    LeafRule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
     # A table of one row is added and not looked up.
-    Rule("embedding", lambda x: x.is_table, "vector"),
-    Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
-    Rule("output head: named so", lambda x: x.kind == "head", "head"),
-    Rule(
+    LeafRule("embedding", lambda x: x.is_table, "vector"),
+    LeafRule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
+    LeafRule("output head: named so", lambda x: x.kind == "head", "head"),
+    LeafRule(
         "may be no layer",
         # The bias alongside is that of a kernel, not of a `diag_kernel`.
         lambda x: (
@@ -167,7 +167,7 @@ RULES = (
 )
 #: Leaves of two axes.
 OF_TWO_AXES = (
-    Rule(
+    LeafRule(
         "one output",
         lambda x: (
             (x.is_kernel or names.is_called_layer(x.path[-1:]))
@@ -175,34 +175,34 @@ OF_TWO_AXES = (
             and not names.is_low_rank(x.path)
         ),
     ),
-    Rule("router", lambda x: x.experts, "router"),
+    LeafRule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
-    Rule(
+    LeafRule(
         "depthwise convolution",
         lambda x: x.is_conv and min(x.shape) <= _WINDOW,
         is_sure=lambda x: False,
     ),
-    Rule("open", is_small, "asked"),
-    Rule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_said),
-    Rule("inputs, outputs", lambda x: DENSE, "matrix", is_said),
+    LeafRule("open", is_small, "asked"),
+    LeafRule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_said),
+    LeafRule("inputs, outputs", lambda x: DENSE, "matrix", is_said),
 )
 #: Leaves of more axes: shapes together decide, or a bias, or the name of a window.
 OF_MORE_AXES = (
-    Rule("open", is_hidden, "asked"),
-    Rule("attention", lambda x: x.role in ATTENTION and by_layout(x), "matrix"),
-    Rule("shapes together", by_layout, "matrix"),
-    Rule("experts of a router", as_expert, "matrix"),
-    Rule("open", is_open, "asked"),
+    LeafRule("open", is_hidden, "asked"),
+    LeafRule("attention", lambda x: x.role in ATTENTION and by_layout(x), "matrix"),
+    LeafRule("shapes together", by_layout, "matrix"),
+    LeafRule("experts of a router", as_expert, "matrix"),
+    LeafRule("open", is_open, "asked"),
     # Hidden leaves may show a stack of layers instead.
-    Rule("open", lambda x: x.hides and not x.is_conv and is_depthwise(x), "asked"),
-    Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
-    Rule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
-    Rule("convolution", as_window, "matrix"),
-    Rule("bias shape", lambda x: not x.is_conv and by_bias(x), "matrix"),
-    Rule(
+    LeafRule("open", lambda x: x.hides and not x.is_conv and is_depthwise(x), "asked"),
+    LeafRule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
+    LeafRule("convolution", lambda x: x.is_conv and by_bias(x), "matrix"),
+    LeafRule("convolution", as_window, "matrix"),
+    LeafRule("bias shape", lambda x: not x.is_conv and by_bias(x), "matrix"),
+    LeafRule(
         "one layer", lambda x: not x.bias and {*x.shape[:-2]} == {1} and DENSE, "matrix"
     ),
-    Rule("open", lambda x: True, "asked"),
+    LeafRule("open", lambda x: True, "asked"),
 )
 
 

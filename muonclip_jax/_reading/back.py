@@ -60,7 +60,7 @@ class Op(NamedTuple):
 
 
 #: A function that returns the moves of one result of an equation.
-Rule = Callable[[Op], Moves]
+MoveRule = Callable[[Op], Moves]
 
 
 def entrywise(op: Op) -> Moves:
