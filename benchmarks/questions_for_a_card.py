@@ -1,4 +1,4 @@
-"""What only a card can answer: choices made by the estimates of its compiler.
+"""Choices made by the estimates of a compiler, which only a card can answer.
 
     python benchmarks/questions_for_a_card.py
 

@@ -1,7 +1,7 @@
 """AdamW at three rates and MuonClip side by side on a card, for 20 bytes a parameter.
 
     python benchmarks/trained_on_a_card.py --gather text.xz  # where packages are
-    python benchmarks/trained_on_a_card.py --text text.xz --out curves.jsonl
+    python benchmarks/trained_on_a_card.py --text text.xz --out curves.jsonl --minutes 9
 
 A transformer on bytes with 10 million parameters in matrices and activations in
 bfloat16. One program takes many steps of all four runs, from the same weights and on
@@ -163,10 +163,11 @@ def trained(size: Size, text: Text, end: float) -> Iterator[dict[str, Any]]:
         carry, logits = made.train(carry, now.start, factors[now])
         largest.append(logits)
         if (call + 1) * EVALUATIONS % calls < EVALUATIONS:
+            losses = [round(float(x), 5) for x in made.evaluate(carry)]
             yield {
                 "step": done,
                 "seconds": round(time.perf_counter() - start, 1),
-                "losses": [round(float(x), 5) for x in made.evaluate(carry)],
+                "losses": losses,
                 "largest logit": float(np.max(jax.device_get(largest))),
             }
             largest = []

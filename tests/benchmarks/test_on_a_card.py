@@ -1,4 +1,4 @@
-"""What is prepared for the next hour on a card, in small and without one."""
+"""Two runs that are prepared for a card, in small and without one."""
 
 import json
 import lzma
