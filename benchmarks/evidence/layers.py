@@ -29,5 +29,5 @@ def rotate(x: jax.Array) -> jax.Array:
     frequency = 1e4 ** (-jnp.arange(half) / half)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     a, b = jnp.split(x, 2, axis=-1)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -71,6 +71,7 @@ def windows(
 
 
 def _read(corpus: str) -> bytes:
-    if corpus in _FILES:
-        return lzma.decompress((Path(__file__).parent / _FILES[corpus]).read_bytes())
-    return Path(corpus).read_bytes()
+    known = Path(__file__).parent / _FILES[corpus] if corpus in _FILES else None
+    file = known or Path(corpus)
+    content = file.read_bytes()
+    return lzma.decompress(content) if file.suffix == ".xz" else content

@@ -119,17 +119,24 @@ class Times:
         yield from self.against(name, sides, newton_schulz_flops(shapes))
 
     def gpt2(self, layout: Layout) -> Iterator[Timed]:
-        shapes = layout(self.sizes.layers, self.smaller(BLOCK))
-        name = f"GPT-2's {6 * self.sizes.layers} matrices, {layout.__name__}"
+        name, shapes = self.gpt2_shapes(layout)
         yield from self.against(name, updates(shapes), newton_schulz_flops(shapes))
 
+    def gpt2_shapes(self, layout: Layout) -> tuple[str, Shapes]:
+        shapes = layout(self.sizes.layers, self.smaller(BLOCK))
+        name = f"GPT-2's {6 * self.sizes.layers} matrices, {layout.__name__}"
+        return name, shapes
+
     def llama(self, layout: Layout) -> Iterator[Timed]:
+        name, shapes = self.llama_shapes(layout)
+        sides = updates_by(shapes, directions(shapes))
+        yield from self.against(name, sides, newton_schulz_flops(shapes))
+
+    def llama_shapes(self, layout: Layout) -> tuple[str, Shapes]:
         """Llama 3.2 1B has 16 layers."""
         layers = 4 * self.sizes.layers // 3
         shapes = layout(layers, self.smaller(llama(2048, 512, 8192)))
-        name = f"Llama-1B's {7 * layers} matrices, {layout.__name__}"
-        sides = updates_by(shapes, directions(shapes))
-        yield from self.against(name, sides, newton_schulz_flops(shapes))
+        return f"Llama-1B's {7 * layers} matrices, {layout.__name__}", shapes
 
     def smaller(self, block: Shapes) -> Shapes:
         return {

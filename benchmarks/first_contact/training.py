@@ -49,6 +49,8 @@ TRAINED = {
     "largest logit": ".3g",
 }
 RATE, WARMUP = 1e-3, 10
+SCHEDULE = optax.linear_schedule(RATE / WARMUP, RATE, WARMUP)
+UPDATE = "the_update"  # the scope of an optimizer's part of a step
 
 
 class Trained(NamedTuple):
@@ -94,16 +96,30 @@ def gradient_row(model: Model, records: bool) -> Trained:
 
 
 def step_row(model: Model, name: str, optimizer: Optimizer) -> Trained:
+    return row_of_steps(model, name, *compiled_step(model, optimizer))
+
+
+def compiled_step(model: Model, optimizer: Optimizer) -> tuple[Any, Any]:
+    """One training step, which uses up what it is given, and the optimizer's init."""
+
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         loss, stats, grads = gradient(model, optimizer.records)(params, tokens)
         given = {"attention_stats": stats} if optimizer.records else {}
-        updates, state = optimizer.tx.update(grads, state, params, **given)
-        return optax.apply_updates(params, updates), state, loss, stats
+        with jax.named_scope(UPDATE):
+            updates, state = optimizer.tx.update(grads, state, params, **given)
+            params = optax.apply_updates(params, updates)
+        return params, state, loss, stats
 
-    params = drawn(shapes_and_loss(model)[0])
-    state = jax.jit(optimizer.tx.init)(params)
+    init = jax.jit(optimizer.tx.init)
+    params = jax.eval_shape(lambda: drawn(shapes_and_loss(model)[0]))
     program = jax.jit(step, donate_argnums=(0, 1))
-    compiled = program.lower(params, state, batch(model, 0)).compile()
+    lowered = program.lower(params, jax.eval_shape(init, params), batch(model, 0))
+    return lowered.compile(), init
+
+
+def row_of_steps(model: Model, name: str, compiled: Any, init: Any) -> Trained:
+    params = drawn(shapes_and_loss(model)[0])
+    state = init(params)
     seconds, loss, largest = [], math.nan, None
     for i in range(model.steps):
         taken, (params, state, loss, stats) = timed(
@@ -135,14 +151,21 @@ def gigabytes(compiled: Any) -> float:
     return (plan.argument_size_in_bytes + results + plan.temp_size_in_bytes) / 1e9
 
 
-def optimizers(model: Model) -> dict[str, Optimizer]:
-    params = jax.eval_shape(lambda: drawn(shapes_and_loss(model)[0]))
-    rate = optax.linear_schedule(RATE / WARMUP, RATE, WARMUP)
-    reading = mc.read_model(
+def muonclip(model: Model, **options: Any) -> Optimizer:
+    return Optimizer(mc.muonclip(SCHEDULE, model=reading(model), **options), True)
+
+
+@functools.cache
+def reading(model: Model) -> Any:
+    return mc.read_model(
         functools.partial(loss_of, model),
-        params,
+        jax.eval_shape(lambda: drawn(shapes_and_loss(model)[0])),
         jax.eval_shape(lambda: batch(model, 0)),
     )
+
+
+def optimizers(model: Model) -> dict[str, Optimizer]:
+    params = jax.eval_shape(lambda: drawn(shapes_and_loss(model)[0]))
     numbers = {
         name: jax.tree.map(
             lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, part
@@ -152,16 +175,17 @@ def optimizers(model: Model) -> dict[str, Optimizer]:
         for name, part in params.items()
     }
     theirs = optax.contrib.muon(
-        rate,
+        SCHEDULE,
         consistent_rms=0.2,
         weight_decay=0.1,
         adam_weight_decay=0.1,
         muon_weight_dimension_numbers=numbers,
     )
+    adamw = optax.adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.1)
     return {
-        "optax.adamw": Optimizer(optax.adamw(rate, 0.9, 0.95, weight_decay=0.1), False),
-        "mc.muon": Optimizer(mc.muon(rate, model=reading), False),
-        "mc.muonclip": Optimizer(mc.muonclip(rate, model=reading), True),
+        "optax.adamw": Optimizer(adamw, False),
+        "mc.muon": Optimizer(mc.muon(SCHEDULE, model=reading(model)), False),
+        "mc.muonclip": muonclip(model),
         "optax.contrib.muon of the main branch": Optimizer(as_on_main(theirs), False),
     }
 
