@@ -46,8 +46,8 @@ def check_fit(updates: Any, params: Any, kind: str = "gradient") -> None:
     except (TypeError, ValueError):
         raise ValueError(_how_they_differ(updates, params, kind)) from None
     # One number, such as the loss, fits to a whole module for `flatten_up_to`.
-    beside = [x for x in theirs if not (paths.is_array(x) or paths.is_masked(x))]
-    if not jax.tree_util.all_leaves(beside):
+    others = [x for x in theirs if not (paths.is_array(x) or paths.is_masked(x))]
+    if not jax.tree_util.all_leaves(others):
         raise ValueError(_how_they_differ(updates, params, kind))
     for i, (update, param) in enumerate(zip(mine, theirs, strict=True)):
         if paths.is_masked(update) or paths.is_masked(param):
