@@ -542,7 +542,7 @@ WRONG = {
     ),
     "dimension numbers are axes": (
         clip(dimension_numbers={"attn": (0, 1), "mlp": None}),
-        "dimension_numbers at 'attn/0' is 0; it must be mc.MuonDimension",
+        "dimension_numbers at 'attn/0' is 0; it must be optax.contrib.MuonDim",
     ),
     "an axis too many": (with_numbers("mlp*", 0, 5), "'mlp/bias'.*axis 5 is out of"),
     "one axis twice": (with_numbers("mlp/kernel", 0, 0), "'mlp/kernel'.*distinct"),
