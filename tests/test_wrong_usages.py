@@ -607,7 +607,7 @@ WRONG = {
     ),
     "statistics are an array": (with_stats(jnp.ones(2)), "no statistics for the atten"),
     "statistics with their loss": (
-        with_stats((jnp.float32(0), STATS)),
+        with_stats((np.float32(0), STATS)),
         "no statistics for .*'attn', only '1/attn/max_logits'",
     ),
     "a statistic is complex": (
@@ -684,10 +684,10 @@ WRONG = {
     "a tree": (orthogonalize({"w": QUERY}), "x must be an array, got {'w'"),
     "a mask of words": (attend(mask=["yes"] * 5), "mask must be an array, got"),
     "a mask that is added": (
-        attend(mask=jnp.where(jnp.tri(5, dtype=bool), 0.0, -1e9)),
+        attend(mask=np.where(np.tri(5, dtype=bool), 0.0, -1e9)),
         "mask has negative numbers: .* bias=",
     ),
-    "a mask as a bias": (attend(bias=jnp.tri(5, dtype=bool)), "bias has bools.* mask"),
+    "a mask as a bias": (attend(bias=np.tri(5, dtype=bool)), "bias has bools.* mask"),
     "a bias that is complex": (
         attend(bias=ones(5, dtype=complex)),
         "bias must be real",
