@@ -3,15 +3,15 @@
 from __future__ import annotations  # help() shows aliases by name
 
 import inspect
+import itertools
 import math
 from typing import Any
 
 import optax
-from jax.sharding import AxisType
 
 from ._calls import explained
 from ._layout.layout import Layout, read_layout
-from ._layout.shardings import mesh_axes, PlacedLeaf
+from ._layout.shardings import found_sharding, mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
 from ._model.attention_layers import Attention, Layers, layers_of
@@ -139,16 +139,14 @@ def describe(
 
 def _untold(layout: Layout) -> list[str]:
     """Says what `shardings=` spares under `jit`, if automatic axes cut matrices."""
-    mesh, leaves = layout.on_mesh(layout.leaves)
-    if mesh is None or AxisType.Auto not in mesh.axis_types:
-        return []
-    cut: dict[str, None] = {}
-    for leaf in leaves:
-        if leaf.view and leaf.spec:
+    sizes: dict[str, int] = {}
+    # Leaf by leaf: parts of a model may be on meshes of their own.
+    for leaf in (found_sharding(leaf, None) for leaf in layout.leaves):
+        if leaf.view and leaf.mesh is not None and leaf.spec:
             of_matrices = {*leaf.view.reduction, *leaf.view.output}
-            axes = [x for i, x in enumerate(leaf.spec) if i in of_matrices]
-            cut |= dict.fromkeys(name for entry in axes for name in mesh_axes(entry))
-    sizes = {name: mesh.shape[name] for name in cut if mesh.shape[name] > 1}
+            cut = (mesh_axes(x) for i, x in enumerate(leaf.spec) if i in of_matrices)
+            untold = {*itertools.chain(*cut)} & {*leaf.mesh.auto_axes}
+            sizes |= {x: n for x, n in leaf.mesh.shape.items() if x in untold and n > 1}
     if not sizes:
         return []
     axes = ", ".join(f"'{name}' ({size})" for name, size in sizes.items())

@@ -345,6 +345,15 @@ def test_a_model_without_attention_is_said_to_have_none():
     assert "no attention" not in mc.describe(params)
 
 
+def test_params_on_two_meshes_have_a_table():
+    params = {}
+    for name, axis, devices in (("down", "a", slice(4)), ("up", "b", slice(4, 8))):
+        mesh = jax.sharding.Mesh(jax.devices()[devices], axis)
+        params[name] = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P(axis)))
+    table = mc.describe(params, dimension_numbers={"*": MuonDimensionNumbers(0, 1)})
+    assert "along 'a' (4), 'b' (4)" in table
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "is_said"),
     [
