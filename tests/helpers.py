@@ -154,7 +154,8 @@ def naive_logits(query, key, mask=None):
 def differ(one, other, share: float = 0.01) -> bool:
     """Whether every number differs from its counterpart, by more than this share.
 
-    That is far above every tolerance: a test that passes with one fails with the other.
+    The share is far above every tolerance, so that a test that passes with one fails
+    with the other.
     """
     return not np.isclose(one, other, rtol=share, atol=0).any()
 

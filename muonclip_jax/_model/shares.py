@@ -43,8 +43,8 @@ def shares_of(
 ) -> list[tuple[Share | None, Share | None]] | None:
     """Returns the shares of query and key in each product, `None` for one that stays.
 
-    Each side lists its leaves, as `Use` or another type with `meets`. The result is
-    `None` if no shares are exact.
+    Each side lists its leaves, as `LeafInRole` or another type with `meets`. The result
+    is `None` if no shares are exact.
     """
     # A share is a power of gamma. The powers of a product's two sides add up to 1, so
     # connected sides have a power x or 1 - x. Number i stands for the power of side i,

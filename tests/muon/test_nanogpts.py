@@ -7,6 +7,7 @@ import optax
 import pytest
 from helpers import ROOT
 from test_manual import blocks
+from test_torch_optimizers import POLAR_EXPRESS
 
 import muonclip_jax as mc
 
@@ -16,14 +17,8 @@ pytestmark = [pytest.mark.usefixtures("fast_compilation"), pytest.mark.more]
 STEPS, DECAY, BETA2, SEED = 60, 0.3, 0.9, 18
 #: `(outputs, inputs)`, as PyTorch has weights.
 SHAPES = {"square": (16, 16), "tall": (24, 12), "wide": (12, 24)}
-#: Of nanochat/optim.py (commit 92d63d4), and of train_gpt.py (f411b3d3).
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+# The steps are those of nanochat/optim.py (commit 92d63d4) and of modded-nanogpt's
+# train_gpt.py (f411b3d3).
 
 
 def rate(step):
@@ -94,7 +89,7 @@ def gradients(name):
 
 @pytest.fixture(scope="module")
 def page():
-    """What the page defines up to its chains."""
+    """The names that the page defines, its chains among them."""
     found: dict = {}
     for block in blocks(ROOT / "docs/from_torch.md"):
         if block.kind == "python" and "nanochat" not in found:
