@@ -309,7 +309,9 @@ def test_lookahead_steps_the_fast_params():
     both = optax.LookaheadParams.init_synced(PARAMS)
     updates, _ = tx.update(GRADS, tx.init(both), both)
     plain, _ = run(mc.muon(1e-2), steps=1)
-    chex.assert_trees_all_close(optax.apply_updates(both, updates).fast, plain)
+    found = optax.apply_updates(both, updates).fast
+    # Params near 1, to which two programs add updates of 2e-3 at most.
+    chex.assert_trees_all_close(found, plain, rtol=1e-6, atol=2**-23)
 
 
 def test_optax_clip_after_any_optimizer():

@@ -51,7 +51,11 @@ def test_nothing_moves_them_and_the_rest_is_as_it_was(make):
         assert np.any(before["teacher"][leaf]) and not np.any(update)
         assert update.dtype == GRADS["teacher"][leaf].dtype
     before.pop("teacher")
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    # Two programs. Rounding, magnified by the slope of the steps, of entries up to 0.1.
+    atol = 0.1 * 3.4445**5 * 2**-24
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), after, before
+    )
 
 
 def test_they_have_no_state_and_without_them_the_state_is_as_ever():
