@@ -123,7 +123,10 @@ def _of_heads(
         if len(rest) == 3 and len(cut) == 1:
             rest.remove(*cut)
         if len(rest) == 2:
-            reduction, output = rest
+            # Inputs come first but where a reading saw that they come last.
+            view = matrix_view(shape, given)
+            is_last = rest[0] in view.output and rest[1] in view.reduction
+            reduction, output = reversed(rest) if is_last else rest
             if not cut & {*rest}:
                 return type(given)(reduction, output)
             # The leaf owns a part of each head's outputs, such as a latent key.
