@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,13 @@ def test_containers_of_two_kinds_are_named():
     tx, leaves = mc.muon(0.1), [ones(8, 8)]
     with pytest.raises(ValueError, match="containers differ, in tuple and list$"):
         tx.update((*leaves,), tx.init(leaves), leaves)
+
+
+def test_params_under_a_key_of_their_own_are_named():
+    tx, params = mc.muon(0.1), {"a": {"kernel": ones(8, 4)}}
+    said = re.escape("['a']['kernel'] in the gradients is ['params']['a']['kernel']")
+    with pytest.raises(ValueError, match=f"what is {said} in the params"):
+        tx.update(params, tx.init(params), {"params": params})
 
 
 def test_params_in_place_of_shardings_are_shown_in_short():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import nnx_model
+from helpers import inputs, nnx_model, nnx_stats
 
 import muonclip_jax as mc
 
@@ -142,3 +142,29 @@ def test_an_nnx_optimizer_and_its_module_inside_nnx_jit():
 def test_numbers_in_a_tree_that_is_no_module_are_asked_about(look):
     with pytest.raises(ValueError, match="no arrays: 'gain'"):
         look({"gain": 2.0, "w": jnp.ones((2, 2))})
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_threshold_set_in_an_nnx_optimizer_stays_a_variable(is_wrapped):
+    """The next step obeys it and is not compiled again; checkpoints keep it."""
+    model, traces = nnx_model(), []
+    tx = optax.inject_hyperparams(mc.muonclip)(0.0)
+    if is_wrapped:
+        groups = {"trained": tx, "frozen": optax.set_to_zero()}
+        tx = optax.partition(groups, lambda p: jax.tree.map(lambda _: "trained", p))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    stats = nnx_stats(model, inputs())
+    assert min(x.max() for x in jax.tree.leaves(stats)) > 1e-3
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        optimizer.update(model, grads, attention_stats=stats)
+        return mc.scalars(optimizer.opt_state, model)["num_clipped"]
+
+    assert step(model, optimizer) == 0
+    kept = jax.tree.structure(nnx.state(optimizer))
+    optax.tree.get(optimizer.opt_state, "threshold")[...] = 1e-3
+    assert step(model, optimizer) > 0 and len(traces) == 1
+    assert jax.tree.structure(nnx.state(optimizer)) == kept

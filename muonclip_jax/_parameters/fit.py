@@ -73,8 +73,7 @@ def _how_they_differ(updates: Any, params: Any, kind: str) -> str:
     own, its = {*mine.paths}, {*theirs.paths}
     lacks = {f"{kind}s": its - own, "params": own - its}
     which = [f"the {x} lack {paths.show_all(sorted(y))}" for x, y in lacks.items() if y]
-    kinds = " and ".join(type(x).__name__ for x in (updates, params))
-    found += "; ".join(which) or f"their containers differ, in {kinds}"
+    found += "; ".join(which) or _other_containers(updates, params, kind)
     others = [x for x in theirs.leaves if not paths.is_masked(x)]
     if not all(map(paths.is_array, others)):
         found += (
@@ -82,3 +81,14 @@ def _how_they_differ(updates: Any, params: Any, kind: str) -> str:
             "its gradients"
         )
     return found
+
+
+def _other_containers(updates: Any, params: Any, kind: str) -> str:
+    """Names the first leaf whose keys differ: the package's own paths are alike."""
+    keys = ([*jax.tree_util.tree_leaves_with_path(x)] for x in (updates, params))
+    for (mine, _), (theirs, _) in zip(*keys, strict=False):
+        if mine != theirs:
+            mine, theirs = map(jax.tree_util.keystr, (mine, theirs))
+            return f"what is {mine} in the {kind}s is {theirs} in the params"
+    kinds = " and ".join(type(x).__name__ for x in (updates, params))
+    return f"their containers differ, in {kinds}"
