@@ -70,10 +70,16 @@ def changes(node: ast.expr, parent: ast.AST) -> Iterator[tuple[str, str]]:
             if not isinstance(a, ast.JoinedStr | ast.Tuple | ast.List):
                 kind, sign = OTHER[type(op)]
                 yield kind, f"({ast.unparse(a)}) {sign} ({ast.unparse(b)})"
+                if isinstance(op, ast.Div):  # a state converted the other way
+                    yield "share", f"({ast.unparse(b)}) / ({ast.unparse(a)})"
         case ast.BinOp(a, ast.Pow()):
             yield "share", ast.unparse(a)
         case ast.UnaryOp(ast.USub(), ast.Name() | ast.Call() as a):
             yield "sign", ast.unparse(a)
+        case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(_, a), ast.FloorDiv(), b)):
+            yield "limit", f"({ast.unparse(a)}) // ({ast.unparse(b)})"
+        case ast.UnaryOp(ast.USub(), ast.Attribute(_, "inf")):
+            yield "hidden", "0.0"
         case ast.Compare(a, [op], [b]) if type(op) in OTHER:
             kind, sign = OTHER[type(op)]
             yield kind, f"{ast.unparse(a)} {sign} {ast.unparse(b)}"
@@ -83,6 +89,19 @@ def changes(node: ast.expr, parent: ast.AST) -> Iterator[tuple[str, str]]:
             yield "axis", ast.unparse(a)
         case ast.Attribute(a, "float32"):
             yield "dtype", f"{ast.unparse(a)}.bfloat16"
+        case ast.Attribute(a, "bfloat16" | "float16"):
+            yield "dtype", f"{ast.unparse(a)}.float32"
+        case ast.Call(ast.Attribute(_, "where"), [_, a, _]):
+            yield "hidden", ast.unparse(a)
+        case ast.Call(ast.Attribute(ast.Name("jnp") as a, "max"), [x, *_]):
+            yield "merged", f"0 * {text} + {ast.unparse(a)}.max({ast.unparse(x)})"
+        case ast.Call(ast.Attribute(a, "max"), [*axis], words) if axis or words:
+            yield "merged", f"0 * {text} + {ast.unparse(a)}.max()"
+        case ast.Call(ast.Name("min" | "max"), [a, b], []):
+            if not isinstance(a, ast.Starred):
+                yield "limit", ast.unparse(a)
+            if not isinstance(b, ast.Starred):
+                yield "limit", ast.unparse(b)
         case ast.Call(ast.Attribute(a, "astype"), [_]):
             yield "dtype", ast.unparse(a)
         case ast.Call(ast.Attribute(_, name), [a, *_]) if name in COLLECTIVES:

@@ -313,3 +313,20 @@ def test_a_state_of_another_optimizer():
     for one, other in ((tx, bare), (tx, mc.qk_clip()), (mc.qk_clip(), tx)):
         with pytest.raises(ValueError, match="a checkpoint of the same optimizer"):
             one.update(ZEROS, other.init(PARAMS), PARAMS, attention_stats=COMBINED)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [(-jnp.inf, -jnp.inf), (jnp.inf, 5.0), (jnp.nan, 5.0), (5.0, jnp.nan)],
+)
+def test_micro_batches_count_a_head_whose_logit_is_not_finite(first, second):
+    """That of one that sees no key is -inf, which is not the same as no logit yet."""
+    odd, even = (stats([x, 400.0], [90.0, 90.0]) for x in (first, second))
+    tx = mc.multi_steps(mc.muonclip(1e-2), 2)
+    state = tx.init(PARAMS)
+    for given in (odd, even, MICRO[2], MICRO[2]):
+        _, state = tx.update(PARAMS, state, PARAMS, attention_stats=given)
+        if tx.has_updated(state):
+            numbers = mc.scalars(state, PARAMS, heads=True)
+            assert numbers["num_nonfinite"] == int(given is even)
+            assert ("max_logit/a/head_0" in numbers) == (given is MICRO[2])
