@@ -231,9 +231,9 @@ ELSEWHERE = {
     *("shardings", "axis_name", "slow_axes", "repeat_axes"),
     # A function, and what it takes: tests/reading.
     *("fun", "args", "kwargs", "of", "maxima"),
-    # Trees: rows below, and tests/model.
+    # Trees: rows below, and tests/parameters.
     *("params", "attention_stats", "opt_state", "first", "others"),
-    # Names of modules, which have to be there: tests/model.
+    # Names of modules, which have to be there: tests/parameters.
     *("stack_axes", "query", "key"),
     # optax's, Flax's, tokamax's and JAX's own.
     *("mask", "implementation", "logits_soft_cap", "interpret", "config", "options"),

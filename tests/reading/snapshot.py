@@ -21,7 +21,7 @@ from typing import Any
 
 
 TESTS = pathlib.Path("tests").resolve()
-sys.path[:0] = [str(TESTS), str(TESTS / "reading")]
+sys.path[:0] = map(str, (TESTS, TESTS / "reading", TESTS / "reading" / "models"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
