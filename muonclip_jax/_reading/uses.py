@@ -207,7 +207,10 @@ class Uses:
         self._use("unknown", eqn, *facts)
         # Attention needs at least a query and a key. An operation on one array is an
         # activation function or a norm; one on an array and data is a mask or a lookup.
-        if sum(f.is_deep for f in facts) > 1 and eqn.kind is Kind.UNKNOWN:
+        # One on several weights and on data may be a whole model (`jax.export`).
+        weights = sum(f.is_weight for f in facts)
+        has_both = sum(f.is_deep for f in facts) > 1 or 1 < weights < len(facts)
+        if has_both and eqn.kind is Kind.UNKNOWN:
             self.hidden.append(eqn)
 
     # Products.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import are_unlike, few, first_that, naive_logits, normal, one_at_a_time
 from internals import cudnn, largest_by_sums
+from jax import export
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -459,3 +460,21 @@ def test_an_operation_that_may_hide_attention_is_an_error_unless_told():
         mc.record_attention(loss)(PARAMS, X)
     value, stats = mc.record_attention(loss, strict=False)(PARAMS, X)
     assert stats == {} and value == pytest.approx(float(loss(PARAMS, X)))
+
+
+def test_a_model_that_was_exported_may_hold_attention():
+    params = {"query": normal(0, 8, 2, 4), "key": normal(1, 8, 2, 4)}
+    x = normal(2, 5, 8)
+
+    def loss(params, x):
+        q, k = (jnp.einsum("td,dhk->htk", x, w) for w in params.values())
+        return jnp.sum(jax.nn.softmax(q @ k.mT) @ x)
+
+    exported = export.export(jax.jit(loss))(params, x)
+
+    def called(params, x):
+        return exported.call(params, x)
+
+    reading = mc.read_model(called, params, x)
+    with pytest.raises(ValueError, match=r"call_exported at test_kernels_read.py:\d+"):
+        mc.muonclip(0.1, model=reading).init(params)
