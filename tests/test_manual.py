@@ -61,6 +61,7 @@ LONG = {
         "devices",
         "fine_tuning",
         "from_optax",
+        "from_torch",
         "kernels",
         "labels",
         "layouts",

@@ -27,7 +27,8 @@ def add_cautious_decayed_weights(
 
     Put it in the place of `optax.add_decayed_weights`, before the learning rate and its
     minus sign: it then decays the weights that the step makes smaller, and never pulls
-    a weight against its update.
+    a weight against its update. Where the update is 0 the weight stays, as that of a
+    row without a gradient; the paper's condition is $u w \ge 0$, which decays it.
 
     **Arguments:**
 
