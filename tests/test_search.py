@@ -57,6 +57,8 @@ QUESTIONS = {
     "gradient accumulation": "qk_clip",
     "TrainState": "quick_start_linen",
     "pytorch": "from_torch",
+    "nanochat": "speedruns",
+    "modded-nanogpt": "speedruns",
     "optax.contrib.muon": "from_optax",
     "per-head": "parameters_names",
     "bfloat16": "speed",

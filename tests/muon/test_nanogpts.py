@@ -11,7 +11,7 @@ import optax
 import pytest
 from helpers import ROOT
 from test_manual import blocks
-from test_torch_optimizers import POLAR_EXPRESS
+from test_torch_optimizers import DION, POLAR_EXPRESS
 
 import muonclip_jax as mc
 
@@ -116,8 +116,8 @@ def gradients_of(leaf):
 def page():
     """The names that the page defines, its chains among them."""
     found: dict = {}
-    for block in blocks(ROOT / "docs/from_torch.md"):
-        if block.kind == "python" and "like_modded_nanogpt" not in found:
+    for block in blocks(ROOT / "docs/speedruns.md"):
+        if block.kind == "python":
             exec(block.code, found)
     return found
 
@@ -198,7 +198,7 @@ def settings(page):
     """modded-nanogpt's beta, and the settings whose distance from theirs it gives."""
     return {
         "beta": page["rising"],
-        "orthogonalizer": mc.NewtonSchulz(page["DION"]),
+        "orthogonalizer": mc.NewtonSchulz(DION),
         "weight_decay": lambda step: DECAY["modded_nanogpt"] * rate(step),
     }
 
