@@ -173,7 +173,7 @@ def test_inputs_are_those_of_the_loss_wherever_their_axis_stands(axes):
     x = normal(2, 5, 16)
 
     def loss(params, x):
-        q, k = (jnp.einsum(f"te,{axes}->htd", x, params[name]) for name in "ab")
+        q, k = (jnp.einsum(f"be,{axes}->hbd", x, params[name]) for name in "ab")
         return jnp.sum((jax.nn.softmax(q @ k.mT) @ x) ** 2)
 
     def moved(x, before, after):
