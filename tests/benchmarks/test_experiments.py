@@ -174,7 +174,7 @@ def test_quick_plans_are_rendered_too(tmp_path):
     assert report.count("**Verdict: ") == len(EXPERIMENTS)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_page_answers_every_question_in_five_minutes(tmp_path):
     """Of a world in which every claim holds, and read at 230 words a minute."""
     file, details = tmp_path / "report.md", tmp_path / "all" / "experiments.md"

@@ -153,7 +153,9 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("step", [1, 6, 11])
+@pytest.mark.parametrize(
+    "step", [6, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 11))]
+)
 def test_an_interruption_says_what_is_saved(text, tmp_path, step):
     """Muon is done, MuonClip saves at 4, 8 and 12, and AdamW has not begun."""
     arguments = [*SMALL, "--data", text, "--out", tmp_path / "run"]

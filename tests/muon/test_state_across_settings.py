@@ -118,14 +118,16 @@ EVERY_DAY = [
 CASES = {
     **dict.fromkeys(EVERY_DAY),
     **dict.fromkeys(
-        (*pair, restore)
-        for pair in PAIRS
-        for restore in (by_msgpack, by_pickle, by_orbax)
+        (*pair, restore) for pair in PAIRS for restore in (by_msgpack, by_orbax)
     ),
 }
+# Pickle keeps what msgpack keeps.
+PICKLED = [pytest.param(*pair, by_pickle, marks=pytest.mark.slow) for pair in PAIRS]
 
 
-@pytest.mark.parametrize(("saved", "given", "restore"), few(list(CASES), *EVERY_DAY))
+@pytest.mark.parametrize(
+    ("saved", "given", "restore"), [*few(list(CASES), *EVERY_DAY), *PICKLED]
+)
 def test_a_restored_state_is_as_if_made_by_these_settings(
     saved, given, restore, tmp_path
 ):
