@@ -74,7 +74,9 @@ class Makers:
                 facts = self._facts.inputs(eqn)
                 i = self._facts.weight_of(eqn) if eqn.is_product else None
                 if i is not None and facts[i].leaves:
-                    found.append(moved(marks, eqn.inputs()[i].lead, eqn.to[i]))
+                    # An axis of experts, or of a stack, holds no outputs.
+                    own = [None if o in eqn.shared else o for o in eqn.to[i]]
+                    found.append(moved(marks, eqn.inputs()[i].lead, own))
                     return []
                 return [(i, None) for i, f in enumerate(facts) if f.leaves]
 

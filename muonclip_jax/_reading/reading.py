@@ -26,7 +26,7 @@ from .softmaxes import Softmaxes
 from .suspicion import suspicions
 from .traced_call import Call, call_of, check_function
 from .uses import Uses
-from .verdicts import verdicts
+from .verdicts import doubted, verdicts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -266,7 +266,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     layers += refused
     frozen = reader.frozen, {*members(reader.facts.choosing)}
     said = verdicts(uses, reader.facts.outputs, shapes, is_float, *frozen)
-    said = completed(shown, said)
+    said = doubted(shown.paths, shapes, completed(shown, said))
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)

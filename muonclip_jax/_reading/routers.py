@@ -7,7 +7,7 @@ import numpy as np
 from .fact import Fact, members, union
 from .graph import Atom, Eqn, Origin
 from .makers import Makers
-from .marks import is_varied
+from .marks import is_varied, Marks, varied
 from .modulated import sides_of
 from .primitives import Kind, moves
 from .softmaxes import Softmaxes
@@ -89,6 +89,14 @@ class Routers:
             rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
         found: list[Eqn] = []
 
+        def is_output(of: Atom, marks: Marks) -> bool:
+            """Whether marks are along outputs of a kernel, as a key's features are.
+
+            A norm is a product that repeats one operand, too, but along features.
+            """
+            dims = (axis - of.lead for axis in varied(marks))
+            return any(d >= 0 and self._makers.is_output(of, d) for d in dims)
+
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
             if (of := origin.eqn) is None:
                 return
@@ -100,8 +108,13 @@ class Routers:
                 sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
-                apart = [(a, b) for a, b in pairs[: len(over)] if a != b]
-                found.extend(of for a, b in apart if (b, a) in of_rest)
+                keys = zip(origin.all_marks, pairs[: len(over)], strict=False)
+                found.extend(
+                    of
+                    for marks, (a, b) in keys
+                    if (a != b and (b, a) in of_rest)
+                    and is_output(of.inputs()[deep[b][0]], deep[b][1](marks))
+                )
             yield from ((j, None) for j, _ in deep)
 
         self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
@@ -133,18 +146,30 @@ class Routers:
             facts = [] if of.is_product else self._facts.inputs(of)
             return [j for j, x in enumerate(facts) if x.is_deep]
 
-        # Where entries are put in order, or back, marks are lost: only these kernels
-        # may have made what is there.
+        # Where outputs are put in order, or back, their marks are lost: only these
+        # kernels may have made what is there.
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
-            if origin.eqn and origin.eqn.kind in _PLACES:
-                fact = self._facts.of(origin.eqn.output(origin.k))
+            if (of := origin.eqn) and of.kind in _PLACES:
+                fact = self._facts.of(of.output(origin.k))
                 is_alone = fact.kernels > 0 and not fact.kernels & ~made
-                if is_alone and any(map(is_varied, origin.all_marks)):
+                if is_alone and self._is_lost(origin, of):
                     self._cut_features |= fact.ends
         for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
                 self._cut_features |= self._facts.event(maker)
         self.chosen &= ~self._cut_features
+
+    def _is_lost(self, origin: Origin, of: Eqn) -> bool:
+        """Whether marks end at an equation.
+
+        Tokens get places among an expert's inputs, but their features stay in order.
+        """
+        facts = self._facts.inputs(of)
+        ways = [move for i, move in moves(of, origin.k) if facts[i].is_deep]
+        return any(
+            is_varied(marks) and not any(is_varied(move(marks)) for move in ways)
+            for marks in origin.all_marks
+        )
 
     def of(self, bits: int) -> list[tuple[int, Eqn]]:
         """Returns the products with a weight over whose outputs a softmax is taken."""

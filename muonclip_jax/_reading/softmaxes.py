@@ -360,6 +360,9 @@ class Softmaxes:
             over = eqn.contracted
         # The logits may have several softmaxes: prefer one over axes of one side alone.
         known = [x for x in found if x and any(x <= side for side in free)]
+        # Slots of soft experts have one over tokens, and one over slots: a router's.
+        if (i := self.facts.weight_of(eqn)) is not None:
+            known.sort(key=lambda x: not x <= free[i])
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
         if not keys & apart:

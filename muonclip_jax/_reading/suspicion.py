@@ -17,6 +17,7 @@ from .facts import is_choice
 from .forward import Forward
 from .graph import Atom, Eqn
 from .makers import Makers
+from .modulated import sides_of
 from .primitives import Kind, moves
 from .softmaxes import dimensions_in, exponent, Softmaxes
 
@@ -357,8 +358,24 @@ class _Suspicion(Forward[Taint]):
             return 0
         if any(f.is_onehot for f in facts):
             return 0
+        if any(self._is_value(eqn, i) for i in (0, 1)):
+            return 0
         of = [{d} for d in range(len(eqn.output().shape))]
         return self._bit(Suspect(eqn, eqn, of))
+
+    def _is_value(self, eqn: Eqn, i: int) -> bool:
+        """Returns whether a product keeps an operand's features and sums over others.
+
+        Query and key have their features in the sum. An operand that keeps its own is
+        weighed: the values of attention, tokens on their way to experts and back.
+        """
+        if eqn.kind is not Kind.CONTRACTION or eqn.name == _CONV:
+            return False
+        over, free = (
+            any(self.makers.is_output(eqn.inputs()[i], d) for d in dims)
+            for dims in sides_of(eqn, i)
+        )
+        return free and not over
 
     def _bit(self, product: Suspect) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))

@@ -1,12 +1,13 @@
 """The verdict on each parameter, from its noted uses."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from .._parameters.paths import Shape
+from .._parameters.paths import Path, Shape
 from .._parameters.verdict import Verdict
 from .fact import Fact, union
 from .uses import Note, Uses
@@ -87,6 +88,38 @@ def verdicts(
         )
 
     return [verdict(i, shape) for i, shape in enumerate(shapes)]
+
+
+#: Labels in which layers of one structure agree. Not so the head, which is the last
+#: layer of a network; a layer may be frozen, and its table tied.
+_OF_LAYERS = ("matrix", "router", "vector")
+
+_NUMBER = re.compile(r"\d+")
+
+
+def doubted(
+    all_paths: Sequence[Path], shapes: Sequence[Shape], said: Sequence[Verdict]
+) -> list[Verdict]:
+    """Returns the verdicts; those that differ from layer to layer alone are unknown.
+
+    The layers of a loop are modules of one structure, whose paths differ in an index,
+    and use a leaf at one line. If the verdicts on it differ, one may be wrong, and
+    nothing else would show it.
+    """
+    layers: dict[Any, list[int]] = {}
+    for i, (path, shape, x) in enumerate(zip(all_paths, shapes, said, strict=True)):
+        module = tuple(_NUMBER.sub("*", str(key)) for key in path[:-1])
+        if x.label in _OF_LAYERS and x.source == "read" and x.is_known and x.line:
+            layers.setdefault((module, path[-1:], shape, x.line), []).append(i)
+    found = [*said]
+    for own in layers.values():
+        labels = list(dict.fromkeys(said[i].label for i in own))
+        if len({said[i][:2] for i in own}) > 1:
+            what = " or ".join(labels) if labels[1:] else f"{labels[0]} of other axes"
+            kind = f"a {what}, layer by layer, at {said[own[0]].line}"
+            for i in own:
+                found[i] = said[i]._replace(kind=kind, is_known=False)
+    return found
 
 
 def _axes(
