@@ -13,7 +13,7 @@ from .._model.bound_layer import BoundLayer
 from .._model.shares import scaled_leaves
 from .._options import check_flag, shown
 from .._parameters import paths
-from .._parameters.dimension_numbers import completed, resolve_verdicts
+from .._parameters.dimension_numbers import completed
 from .._parameters.leaf_rules import ByNames
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
@@ -117,10 +117,9 @@ class ModelReading:
     def table(self, *, collapse: bool = True) -> Table:
         """Returns the printed table; `collapse=False` lists every leaf and layer."""
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
-        # The verdict by names, where it differs. Leaves without a verdict by names
-        # count as described by the reading.
+        # The verdict by names, where it differs.
         tree, said = self._tree, ["names say"]
-        named = resolve_verdicts(None, tree, described=tree.paths)
+        named = ByNames(tree).verdicts().values()
         own = []
         for path, leaf, v, name in tree.rows(self._verdicts, named):
             axes, by_name = (_axes(x, len(leaf.shape)) for x in (v, name))
