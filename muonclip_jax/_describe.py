@@ -15,7 +15,8 @@ from ._layout.shardings import found_sharding, mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
 from ._model.attention_layers import Attention
-from ._model.knowledge import Knowledge, knowledge_of, Model
+from ._model.knowledge import Knowledge, knowledge_of
+from ._model.model_reading import ModelReading
 from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
@@ -36,7 +37,7 @@ _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 def describe(
     params: Any,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
     per_head: bool | None = None,

@@ -12,7 +12,8 @@ from ._calls import explained
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
-from ._model.knowledge import knowledge_of, Model
+from ._model.knowledge import knowledge_of
+from ._model.model_reading import ModelReading
 from ._muon.momentum import MomentumDType, RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
@@ -29,7 +30,7 @@ def muonclip(
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     alpha: optax.ScalarOrSchedule = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     beta: optax.ScalarOrSchedule = RISING_BETA,
     nesterov: bool = True,

@@ -15,7 +15,8 @@ from jax.core import Tracer
 from ._calls import explained
 from ._layout.layout import read_layout
 from ._model.attention_layers import Attention
-from ._model.knowledge import knowledge_of, Model
+from ._model.knowledge import knowledge_of
+from ._model.model_reading import ModelReading
 from ._model.statistics import read_attention_stats
 from ._muon.momentum import ScaleByMuonState
 from ._options import check_flag
@@ -33,7 +34,7 @@ def scalars(
     params: Any,
     *,
     updates: optax.Updates | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     heads: bool = False,

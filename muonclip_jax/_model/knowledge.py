@@ -5,8 +5,7 @@ The arguments `model`, `attention`, `dimension_numbers` and `per_head` become on
 matrices, along which axes, what each leaf is called, and which layers have its heads.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,39 +18,15 @@ from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, resolve_ve
 from .._parameters.leaf_rules import ByNames
 from .._parameters.verdict import Verdict
 from .attention_layers import Attention, AttentionLayer, find_layers
+from .model_reading import ModelReading
 from .owned_leaf import OwnedLeaf
 from .per_head import split_heads
-
-
-class Model(Protocol):
-    """Knowledge of a model from its trace: [`ModelReading`][] is one."""
-
-    @property
-    def dimension_numbers(self) -> Any: ...
-    @property
-    def labels(self) -> Any: ...
-    @property
-    def attention(self) -> Sequence[Any]: ...
-    @property
-    def unknown(self) -> Sequence[str]: ...
-    @property
-    def verdicts(self) -> Mapping[paths.Path, Verdict]: ...
-    @property
-    def heads_by_name(self) -> Mapping[paths.Path, Verdict]: ...
-    @property
-    def shapes(self) -> Mapping[paths.Path, paths.Shape]: ...
-    @property
-    def layers(self) -> Sequence[Any]: ...
-    @property
-    def refused(self) -> Sequence[str]: ...
-    @property
-    def unrecorded(self) -> Sequence[str]: ...
 
 
 class Knowledge(NamedTuple):
     """The user's arguments about a model; they determine what is said of any tree."""
 
-    model: Model | None  # without one, names and shapes decide
+    model: ModelReading | None  # without one, names and shapes decide
     attention: Attention | None  # layers in place of those of the model
     dimension_numbers: DimensionNumbers | None
     per_head: bool | None
@@ -162,7 +137,7 @@ class Knowledge(NamedTuple):
 
 
 def knowledge_of(
-    model: Model | None,
+    model: ModelReading | None,
     attention: Attention | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = False,
@@ -183,7 +158,7 @@ def knowledge_of(
     return Knowledge(model, attention, dimension_numbers, per_head)
 
 
-def _check_read(model: Model, tree: paths.PathedTree) -> None:
+def _check_read(model: ModelReading, tree: paths.PathedTree) -> None:
     """Raises for a `model=` of other params, or of other shapes.
 
     They may be a part of those that were read, as where adapters alone are trained.

@@ -8,14 +8,15 @@ from .._calls import explained
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.fit import check_params
-from .knowledge import knowledge_of, Model
+from .knowledge import knowledge_of
+from .model_reading import ModelReading
 
 
 @explained
 def matrix_mask(
     params: Any,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> Any:
     """Returns a tree of bools: `True` for each leaf that Muon should update.
@@ -48,7 +49,7 @@ def matrix_mask(
 def param_labels(
     params: Any,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
 ) -> Any:
     """Returns a tree of labels that say what each leaf is, for `optax.partition`.

@@ -19,7 +19,8 @@ from .._calls import explained
 from .._layout.layout import Layout
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
-from .._model.knowledge import knowledge_of, Model
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, check_flag, check_number, NOT_NEGATIVE, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
@@ -41,7 +42,7 @@ def muon(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask = None,
     mu_dtype: MomentumDType | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,

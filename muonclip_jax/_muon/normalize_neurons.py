@@ -22,7 +22,8 @@ from .._mesh_axes import (
     keep_sharding,
     on_automatic_axes,
 )
-from .._model.knowledge import knowledge_of, Model
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._options import check_number, check_state, NOT_NEGATIVE, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
@@ -54,7 +55,7 @@ def normalize_neurons(
     b2: float | jax.Array = 0.95,
     *,
     eps: float | jax.Array = 1e-10,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     shardings: Shardings | None = None,

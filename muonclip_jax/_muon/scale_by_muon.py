@@ -16,7 +16,8 @@ from .._layout.layout import axis_names, AxisNames, Layout, own_block
 from .._layout.shardings import PlacedLeaf, Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
-from .._model.knowledge import knowledge_of, Model
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
 from .._options import check_flag, check_float_dtype, check_number, NOT_NEGATIVE, SHARE
@@ -39,7 +40,7 @@ def scale_by_muon(
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     mu_dtype: MomentumDType | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     shardings: Shardings | None = None,

@@ -82,7 +82,7 @@ class Heads:
             trained = [x for x in made.makers if x in in_sight] if made else []
             if own and not hidden:
                 self._add(layer, leaf_at)
-            elif made and trained and (only_watches or not own):
+            elif made and made.shape and trained and (only_watches or not own):
                 bare = layer._replace(query=(), key=(), rotary_query=())
                 self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
             elif 0 < len(hidden) < len(own):  # a mask may hide only whole layers

@@ -19,7 +19,8 @@ from .._layout.layout import check_replicas, Layout, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention
-from .._model.knowledge import knowledge_of, Model
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._options import (
     check_flag,
     check_function_or_none,
@@ -79,7 +80,7 @@ def multi_steps(
     use_grad_mean: bool = True,
     should_skip_update_fn: Callable[..., Any] | None = None,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,

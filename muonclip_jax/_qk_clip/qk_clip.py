@@ -26,7 +26,8 @@ from .._layout.shardings import Shardings
 from .._layout.state import begun, replicated
 from .._mesh_axes import explicit_spec, resharded
 from .._model.attention_layers import Attention
-from .._model.knowledge import knowledge_of, Model
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._model.statistics import read_attention_stats
 from .._options import check_first, check_number, check_state, POSITIVE, SHARE
 from .._parameters.fit import check_fit, check_params
@@ -76,7 +77,7 @@ def qk_clip(
     threshold: optax.ScalarOrSchedule = 100.0,
     *,
     alpha: optax.ScalarOrSchedule = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -230,7 +231,7 @@ def clip_qk(
     threshold: float | jax.Array = 100.0,
     *,
     alpha: float | jax.Array = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._model.attention_layers import AttentionLayer
+from .._model.model_reading import LayerRead
 from .._model.owned_leaf import OwnedLeaf
 from .._model.shares import shares_of
 from .._parameters import paths
@@ -31,7 +32,7 @@ class NamedLayer(NamedTuple):
         is_known &= all(x.unscaled and x.sites for x in self.found)
         return self.layer is not None or is_known
 
-    def read(self, leaf_paths: Sequence[paths.Path]) -> "LayerRead":
+    def read(self, leaf_paths: Sequence[paths.Path]) -> LayerRead:
         """Returns what a reading keeps of the layer, for its table."""
         lines = dict.fromkeys(layer.line for layer in self.found)
         sites = (site for layer in self.found for site in layer.sites)
@@ -54,28 +55,6 @@ class NamedLayer(NamedTuple):
             (*words,),
             tuple(leaf_paths[i] for i in makers),
         )
-
-
-class LayerRead(NamedTuple):
-    """What a reading keeps of an attention layer: a value, without its equations."""
-
-    path: paths.Path
-    layer: AttentionLayer | None
-    refusal: str
-    shape: tuple[int, ...] | None  # of its statistic, `(*stack, heads)`, if it has one
-    lines: tuple[str, ...]  # of its calls
-    biases: tuple[str, ...]  # in words
-    makers: tuple[paths.Path, ...]  # all parameters that made query and key
-
-    @property
-    def where(self) -> str:
-        """The layer's path, and the line of its first call."""
-        return f"{paths.show_module(self.path)} at {self.lines[0]}"
-
-    @property
-    def said(self) -> str:
-        """Where it is, and why it cannot be scaled."""
-        return f"{self.where}: {self.refusal}"
 
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
