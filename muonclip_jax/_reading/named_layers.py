@@ -10,7 +10,7 @@ import numpy as np
 from .._model.attention_layers import AttentionLayer
 from .._model.model_reading import LayerRead
 from .._model.owned_leaf import OwnedLeaf
-from .._model.shares import shares_of
+from .._model.shares import roles_of
 from .._parameters import paths
 from .._parameters.paths import Shape
 from .attention import Layer
@@ -156,27 +156,11 @@ def _roles(
     """Returns query, key and rotary query by paths from the root, or a refusal."""
     if why := layer.refusal or layer.unscaled:
         return (), why
-    pairs = [(pair.query, pair.key) for pair in layer.pairs]
-    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
-    shares, as_one = (
-        shares_of(x, lambda part: part.leaf.heads != layer.heads)
-        for x in (pairs, [(query, key)])
-    )
-    if shares is None:
+    groups = roles_of([(pair.query, pair.key) for pair in layer.pairs], layer.heads)
+    if groups is None:
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # QK-Clip computes these shares again from all queries and all keys, if one product
-    # of them has the same. It rejects a query with fewer heads than its key.
-    groups = query, key, []
-    is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
-    if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
-        # A side that takes the whole scale counts as a rotary query. Its partner is not
-        # named, so QK-Clip does not scale it.
-        groups = [], [], []
-        for pair, of_pair in zip(pairs, shares, strict=True):
-            for i, share in enumerate(of_pair):
-                groups[2 if share == "whole" else i].extend(pair[i] if share else [])
     roles = []
     for parts in groups:
         found: dict[int, ScaledEntries] = {}
