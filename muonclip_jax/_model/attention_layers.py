@@ -131,14 +131,11 @@ def flax_attention_layers(
             'is given static_args=("attention",)'
         )
     check_params("flax_attention_layers(params)", params)
-    return _by_names(paths.flatten(params), stack_axes)
+    return _by_names(ByNames(paths.flatten(params), stack_axes))
 
 
-def _by_names(
-    tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
-) -> list[AttentionLayer]:
-    reading, modules = ByNames(tree, stack_axes), {}
-    leaf_at = reading.leaf_at
+def _by_names(reading: ByNames) -> list[AttentionLayer]:
+    modules, leaf_at = {}, reading.leaf_at
     for path in leaf_at:
         # A mask may hide a whole projection; only its name is then left. If the mask
         # shows the key, the hidden leaf need not be a projection.
@@ -204,11 +201,14 @@ def find_layers(
     **Raises:** `ValueError` if `attention` is not a sequence of layers, if leaves are
     missing, if two layers have one path, or if QK-Clip cannot act on a layer.
     """
+    if attention is None:
+        reading = ByNames(tree)
+        layers = _by_names(reading)
+        _check_none_overlooked(reading, layers)
+        return layers
     # A single layer is a named tuple, and would pass for a sequence.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
-    if attention is None:
-        found = _by_names(tree)
-    elif callable(found):
+    if callable(found):
         found = found(tree.rebuilt())
     wanted = (
         "attention= must be a sequence of mc.AttentionLayer, or a function from params "
@@ -247,8 +247,6 @@ def find_layers(
             "needs its own path and statistic"
         )
     _check_not_normalized(layers, leaf_at)
-    if attention is None:
-        _check_none_overlooked(tree, layers)
     return layers
 
 
@@ -309,12 +307,9 @@ def _check_not_normalized(
         )
 
 
-def _check_none_overlooked(
-    tree: paths.PathedTree, layers: Sequence[AttentionLayer]
-) -> None:
+def _check_none_overlooked(reading: ByNames, layers: Sequence[AttentionLayer]) -> None:
     """Raises if names show attention that the search for Flax's names missed."""
     # Without this error the model would train, and no head would ever be clipped.
-    reading = ByNames(tree)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = []
     for path, own in reading.own.items():

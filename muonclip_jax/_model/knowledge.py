@@ -146,7 +146,7 @@ def knowledge_of(
 
     `per_head=None` splits every leaf that can be split.
     """
-    # `muonclip` makes one for `muon` and `qk_clip`.
+    # `muonclip` makes one, with all four, and gives it to `muon` and `qk_clip`.
     if isinstance(model, Knowledge):
         return model
     if model is not None and not is_reading(model):
