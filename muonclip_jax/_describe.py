@@ -10,12 +10,12 @@ from typing import Any
 import optax
 
 from ._calls import explained
-from ._layout.layout import Layout, read_layout
+from ._layout.layout import Layout
 from ._layout.shardings import found_sharding, mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
 from ._model.attention_layers import Attention
-from ._model.knowledge import Knowledge, knowledge_of
+from ._model.knowledge import knowledge_of
 from ._model.model_reading import ModelReading
 from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
@@ -105,7 +105,7 @@ def describe(
     known = knowledge_of(model, attention, dimension_numbers, per_head)
     layout = read_leaves(params, known)
     try:
-        roles, refusal = _roles(known, params), ""
+        roles, refusal = _roles(Heads(layout, known)), ""
     except ValueError as error:
         # A wrong `attention=` is the caller's mistake. Attention that was only looked
         # for is no reason to withhold the table, which helps to describe it.
@@ -233,13 +233,10 @@ def _matrices(view: MatrixView) -> str:
     return " + ".join(f"{n} x {a} x {b}" for (a, b), n in counts.items())
 
 
-def _roles(known: Knowledge, params: Any) -> dict[paths.Path, list[str]]:
-    """The roles of each leaf that carries heads, by its path.
-
-    **Raises:** `ValueError` for attention that QK-Clip cannot act on.
-    """
+def _roles(heads: Heads) -> dict[paths.Path, list[str]]:
+    """The roles of each leaf that carries heads, by its path."""
     roles: dict[paths.Path, list[str]] = {}
-    for use, share in Heads(read_layout(params), known).shares():
+    for use, share in heads.shares():
         # A fused kernel has several roles, each with a part of it.
         count = "all" if use.leaf.heads == 1 else use.leaf.heads
         stays = "" if share else ", stays"
