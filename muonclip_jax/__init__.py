@@ -20,6 +20,8 @@ from ._describe import describe
 from ._matrices.axes import MatrixAxes
 from ._model.attention_layers import AttentionLayer, flax_attention_layers
 from ._model.head_leaf import HeadLeaf
+from ._model.labels import matrix_mask, param_labels
+from ._model.model_reading import ModelReading
 from ._muon.momentum import ScaleByMuonState
 from ._muon.muon import muon
 from ._muon.normalize_neurons import normalize_neurons, NormalizeNeuronsState
@@ -28,15 +30,11 @@ from ._muon.weight_decay import add_cautious_decayed_weights
 from ._muonclip import muonclip
 from ._newton_schulz.coefficients import NS_COEFFS
 from ._newton_schulz.newton_schulz import newton_schulz, NewtonSchulz
-from ._parameters.dimension_numbers import (
-    flax_dimension_numbers,
-    matrix_mask,
-    param_labels,
-)
+from ._parameters.dimension_numbers import flax_dimension_numbers
 from ._qk_clip.multi_steps import multi_steps, MultiStepsState
 from ._qk_clip.qk_clip import clip_qk, qk_clip, QKClipState
 from ._reading.kernels import attention_rule
-from ._reading.reading import ModelReading, read_model
+from ._reading.reading import read_model
 from ._reading.recorded import record_attention
 from ._scalars import scalars
 

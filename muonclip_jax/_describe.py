@@ -10,12 +10,13 @@ from typing import Any
 import optax
 
 from ._calls import explained
-from ._layout.layout import Layout, read_layout
+from ._layout.layout import Layout
 from ._layout.shardings import found_sharding, mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
-from ._model.attention_layers import Attention, Layers, layers_of
-from ._model.per_head import matrix_rules
+from ._model.attention_layers import Attention
+from ._model.knowledge import knowledge_of
+from ._model.model_reading import ModelReading
 from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
@@ -23,7 +24,6 @@ from ._options import check_flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from ._parameters.fit import check_params
-from ._parameters.given import Model
 from ._qk_clip.heads import Heads
 from ._tables import leaf_table, Row, totals
 
@@ -37,7 +37,7 @@ _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 def describe(
     params: Any,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
     per_head: bool | None = None,
@@ -102,11 +102,10 @@ def describe(
     """
     check_params("describe(params)", params)
     params = paths.params_of(params)
-    rules = matrix_rules(per_head, model, dimension_numbers, attention)
-    layout = read_leaves(params, rules)
-    layers = layers_of(model, attention)
+    known = knowledge_of(model, attention, dimension_numbers, per_head)
+    layout = read_leaves(params, known)
     try:
-        roles, refusal = _roles(layers, params), ""
+        roles, refusal = _roles(Heads(layout, known)), ""
     except ValueError as error:
         # A wrong `attention=` is the caller's mistake. Attention that was only looked
         # for is no reason to withhold the table, which helps to describe it.
@@ -234,13 +233,10 @@ def _matrices(view: MatrixView) -> str:
     return " + ".join(f"{n} x {a} x {b}" for (a, b), n in counts.items())
 
 
-def _roles(attention: Layers | None, params: Any) -> dict[paths.Path, list[str]]:
-    """The roles of each leaf that carries heads, by its path.
-
-    **Raises:** `ValueError` for attention that QK-Clip cannot act on.
-    """
+def _roles(heads: Heads) -> dict[paths.Path, list[str]]:
+    """The roles of each leaf that carries heads, by its path."""
     roles: dict[paths.Path, list[str]] = {}
-    for use, share in Heads(read_layout(params), attention).shares():
+    for use, share in heads.shares():
         # A fused kernel has several roles, each with a part of it.
         count = "all" if use.leaf.heads == 1 else use.leaf.heads
         stays = "" if share else ", stays"

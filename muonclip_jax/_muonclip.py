@@ -12,7 +12,8 @@ from ._calls import explained
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
-from ._model.per_head import matrix_rules
+from ._model.knowledge import knowledge_of
+from ._model.model_reading import ModelReading
 from ._muon.momentum import MomentumDType, RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
@@ -20,7 +21,6 @@ from ._muon.weight_decay import Mask
 from ._newton_schulz.newton_schulz import Orthogonalizer
 from ._options import check_state
 from ._parameters.dimension_numbers import DimensionNumbers
-from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
 
 
@@ -30,7 +30,7 @@ def muonclip(
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     alpha: optax.ScalarOrSchedule = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     beta: optax.ScalarOrSchedule = RISING_BETA,
     nesterov: bool = True,
@@ -83,12 +83,9 @@ def muonclip(
         >>> int(mc.scalars(state, params)["num_clipped"])
         1
     """
-    # One description of the layers serves both, so that the heads that QK-Clip scales
-    # are those that Newton-Schulz sees by themselves. Without any, a model's own is
-    # `muon`'s to read.
-    rules: Any = dimension_numbers
-    if attention is not None:
-        rules = matrix_rules(per_head, model, dimension_numbers, attention)
+    # One for both, so that the heads that QK-Clip scales are those that Newton-Schulz
+    # sees by themselves.
+    known: Any = knowledge_of(model, attention, dimension_numbers, per_head)
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.
     # Before the learning rate it would scale a direction, not a weight.
@@ -102,7 +99,7 @@ def muonclip(
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
-            model=model,
+            model=known,
             adam_learning_rate=adam_learning_rate,
             adam_b1=adam_b1,
             adam_b2=adam_b2,
@@ -113,14 +110,11 @@ def muonclip(
             shardings=shardings,
             axis_name=axis_name,
             slow_axes=slow_axes,
-            dimension_numbers=rules,
-            per_head=per_head,
         ),
         qk_clip(
             threshold,
             alpha=alpha,
-            model=model,
-            attention=attention,
+            model=known,
             shardings=shardings,
             axis_name=axis_name,
         ),

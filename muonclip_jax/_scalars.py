@@ -14,14 +14,15 @@ from jax.core import Tracer
 
 from ._calls import explained
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, layers_of
+from ._model.attention_layers import Attention
+from ._model.knowledge import knowledge_of
+from ._model.model_reading import ModelReading
 from ._model.statistics import read_attention_stats
 from ._muon.momentum import ScaleByMuonState
 from ._options import check_flag
 from ._parameters import paths
-from ._parameters.dimension_numbers import DimensionNumbers, param_labels
+from ._parameters.dimension_numbers import DimensionNumbers
 from ._parameters.fit import check_params
-from ._parameters.given import Model
 from ._qk_clip.heads import Heads, UNKNOWN
 from ._qk_clip.multi_steps import MultiStepsState
 from ._qk_clip.qk_clip import QKClipState, states_in
@@ -33,7 +34,7 @@ def scalars(
     params: Any,
     *,
     updates: optax.Updates | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     heads: bool = False,
@@ -108,20 +109,21 @@ def scalars(
     """
     call = "scalars(opt_state, params)"
     check_params(call, params)
+    known = knowledge_of(model, attention, dimension_numbers)
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
-        own = Heads(layout, layers_of(model, attention, only_watches=True))
+        own = Heads(layout, known, only_watches=True)
         if own.count != clip.gamma.size and model is not None and attention is None:
             # An optimizer that was given the layers to clip does not watch others.
-            own = Heads(layout, layers_of(model, model.attention))
+            own = Heads(layout, known._replace(attention=model.attention))
         found |= _of_heads(clip, own, check_flag("heads", heads))
     elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
         got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
         raise ValueError(f"scalars needs a state, got {got}: call {call}")
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)
-    labels = param_labels(params, model=model, dimension_numbers=dimension_numbers)
+    labels = tree.unflatten(known.labels(tree))
     for kind, leaves in (("param_norm", params), ("update_norm", updates)):
         if leaves is None:
             continue

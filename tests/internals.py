@@ -29,6 +29,7 @@ from muonclip_jax._mesh.owners import (
     Work,
 )
 from muonclip_jax._mesh.parcels import Parcels
+from muonclip_jax._model.knowledge import knowledge_of
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device
@@ -37,7 +38,7 @@ from muonclip_jax._newton_schulz.iteration import collected
 from muonclip_jax._newton_schulz.newton_schulz import make_solver
 from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
+from muonclip_jax._parameters.dimension_numbers import views_of
 from muonclip_jax._parameters.leaf_rules import OF_MORE_AXES, OF_TWO_AXES
 from muonclip_jax._parameters.leaf_rules import RULES as OF_ANY_RANK
 from muonclip_jax._reading.facts import Facts
@@ -91,4 +92,5 @@ def platform_with(name: str, **values: Any) -> Iterator[Platform]:
 
 def matrix_views(dimension_numbers: Any, tree: Any) -> list[MatrixView | None]:
     """The matrices of each leaf, whichever way they were given."""
-    return views_of(resolve_verdicts(dimension_numbers, tree), tree)
+    known = knowledge_of(None, None, dimension_numbers)
+    return views_of(known.verdicts(tree), tree)

@@ -96,14 +96,12 @@ def test_muonclip_hands_every_option_on(monkeypatch, name):
     assert VALUES[name] != expected[name]
     expected[name] = VALUES[name]
     mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
-    if name == "attention":
-        # Its heads are known then: which, tests/model/test_per_head.py says.
-        assert muon["dimension_numbers"] is not None
-        expected |= {key: muon[key] for key in ("dimension_numbers", "per_head")}
-    assert muon | clip == expected
+    # All that is known of the model is one object, in place of four arguments.
+    assert muon["model"] is clip["model"]
     both = muon.keys() & clip.keys()
     assert both == {"axis_name", "shardings", "model"}
     assert all(muon[name] == clip[name] for name in both)
+    assert muon | clip | muon["model"]._asdict() == expected
 
 
 PARAMS = {
@@ -119,7 +117,7 @@ def given_to(monkeypatch, module, make):
         direction = record(patch, module, "make_direction")
         leaves = record(patch, module, "for_leaves")
         make()
-    names = ("rules", "shardings", "axis_name")
+    names = ("known", "shardings", "axis_name")
     return direction | {name: leaves[name] for name in names}
 
 

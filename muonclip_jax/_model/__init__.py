@@ -1,5 +1,5 @@
-"""The attention layers of a model: which leaves carry which heads, and statistics.
+"""What is known of a model: its matrices, labels and attention layers; and statistics.
 
-In: a tree of params or of statistics. Out: layers, and statistics by their path.
-Imports only `_parameters`.
+In: the user's arguments and a tree of params, or of statistics. Out: the verdict on
+each leaf, layers, and statistics by their path. Imports only `_parameters`.
 """

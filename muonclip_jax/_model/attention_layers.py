@@ -8,14 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from jax.core import Tracer
-from optax import MaskedNode
-
 from .._options import shown
 from .._parameters import names, paths
 from .._parameters.fit import check_params
-from .._parameters.given import check_model, check_read, Model
 from .._parameters.layer_stacks import IN_FRONT, StackAxes
 from .._parameters.leaf_rules import ByNames
 from .._parameters.paths import is_masked
@@ -87,27 +82,6 @@ ROLES = ("query", "rotary_query", "key")
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
 
-class LayersRead(NamedTuple):
-    """The attention layers of a reading; the params may lack some of their leaves.
-
-    A layer that nothing scales is watched: it has no leaves and an infinite threshold.
-    """
-
-    model: Model
-    attention: Attention | None  # clipped in place of those of the reading
-    only_watches: bool  # whether nothing is to be clipped
-
-    @property
-    def watched(self) -> list[AttentionLayer]:
-        """Returns the layers that have a statistic, and that nothing scales."""
-        layers = (x for x in self.model.layers if x.layer is None and x.shape)
-        paths_of = ("/".join(x.path) for x in layers)
-        return [AttentionLayer(x, (), (), threshold=np.inf) for x in paths_of]
-
-
-#: Layers given by the user, or found by a reading.
-Layers = Attention | LayersRead
-
 #: The advice in errors where names do not decide.
 READ_IT = "model=mc.read_model(loss, params, *batch)"
 
@@ -115,46 +89,6 @@ READ_IT = "model=mc.read_model(loss, params, *batch)"
 def show_layer(layer: AttentionLayer) -> str:
     """Returns the path of a layer as text."""
     return paths.show_module(paths.split(layer.path))
-
-
-def layers_of(
-    model: Model | None, attention: Attention | None, only_watches: bool = False
-) -> Layers | None:
-    """Returns the given layers, else the layers read; ignores refusals."""
-    if model is None:
-        return attention
-    check_model(model)
-    return LayersRead(model, attention, only_watches)
-
-
-def attention_of(
-    model: Model | None, attention: Attention | None, threshold: Any = 1.0
-) -> Layers | None:
-    """Returns the given layers, else the layers read.
-
-    **Raises:** `ValueError` for a reading with logits that no parameter scales, unless
-    the threshold is infinite and they are recorded.
-    """
-    # A schedule and a traced number may be anything.
-    is_known = not (callable(threshold) or isinstance(threshold, Tracer))
-    only_watches = is_known and bool(np.isinf(np.asarray(threshold)).all())
-    layers = layers_of(model, attention, only_watches)
-    if attention is not None or model is None:
-        return layers
-    if refused := model.unrecorded if only_watches else model.refused:
-        raise ValueError(
-            "QK-Clip cannot scale the logits of\n  "
-            + "\n  ".join(refused)
-            + "\n"
-            + ("" if refused == model.unrecorded else "threshold=inf watches these. ")
-            + (
-                "To clip only the other layers, give attention=reading.attention"
-                if model.attention
-                else "Give attention=[] to clip nothing"
-            )
-            + ", or use mc.muon"
-        )
-    return layers
 
 
 def flax_attention_layers(
@@ -197,14 +131,11 @@ def flax_attention_layers(
             'is given static_args=("attention",)'
         )
     check_params("flax_attention_layers(params)", params)
-    return _by_names(paths.flatten(params), stack_axes)
+    return _by_names(ByNames(paths.flatten(params), stack_axes))
 
 
-def _by_names(
-    tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
-) -> list[AttentionLayer]:
-    reading, modules = ByNames(tree, stack_axes), {}
-    leaf_at = reading.leaf_at
+def _by_names(reading: ByNames) -> list[AttentionLayer]:
+    modules, leaf_at = {}, reading.leaf_at
     for path in leaf_at:
         # A mask may hide a whole projection; only its name is then left. If the mask
         # shows the key, the hidden leaf need not be a projection.
@@ -262,30 +193,22 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
         )
 
 
-def resolve_attention(
-    attention: Layers | None, tree: paths.PathedTree
-) -> tuple[list[AttentionLayer], paths.LeafAt]:
-    """Returns the layers, however they were given, and all leaves by path.
+def find_layers(
+    attention: Attention | None, tree: paths.PathedTree
+) -> list[AttentionLayer]:
+    """Returns the layers as they are given, or those that names show.
 
     **Raises:** `ValueError` if `attention` is not a sequence of layers, if leaves are
     missing, if two layers have one path, or if QK-Clip cannot act on a layer.
     """
-    if not tree.paths:  # as for `resolve_verdicts`
-        return [], tree.by_path()
-    if isinstance(attention, LayersRead):
-        model = attention.model
-        check_read(model, tree)
-        if attention.attention is not None:
-            return resolve_attention(attention.attention, tree)
-        # Leaves that the params lack count as hidden by a mask.
-        hidden = dict.fromkeys(model.verdicts, MaskedNode())
-        every = [*model.attention, *attention.watched]
-        return every, paths.LeafAt(hidden | tree.by_path())
+    if attention is None:
+        reading = ByNames(tree)
+        layers = _by_names(reading)
+        _check_none_overlooked(reading, layers)
+        return layers
     # A single layer is a named tuple, and would pass for a sequence.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
-    if attention is None:
-        found = _by_names(tree)
-    elif callable(found):
+    if callable(found):
         found = found(tree.rebuilt())
     wanted = (
         "attention= must be a sequence of mc.AttentionLayer, or a function from params "
@@ -324,7 +247,7 @@ def resolve_attention(
             "needs its own path and statistic"
         )
     _check_not_normalized(layers, leaf_at)
-    return layers, leaf_at
+    return layers
 
 
 _QK = "(query|q|key|k|qk|querykey|queries|keys)"
@@ -384,12 +307,9 @@ def _check_not_normalized(
         )
 
 
-def check_none_overlooked(
-    tree: paths.PathedTree, layers: Sequence[AttentionLayer]
-) -> None:
+def _check_none_overlooked(reading: ByNames, layers: Sequence[AttentionLayer]) -> None:
     """Raises if names show attention that the search for Flax's names missed."""
     # Without this error the model would train, and no head would ever be clipped.
-    reading = ByNames(tree)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = []
     for path, own in reading.own.items():

@@ -1,94 +1,49 @@
 """Splits matrices into one per attention head, as the attention layers say."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
-from .._options import check_flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
-from .._parameters.given import check_model, Model
 from .._parameters.verdict import Verdict
-from .attention_layers import Attention, Layers, layers_of, resolve_attention
 from .owned_leaf import OwnedLeaf
 
 
-class MatrixRules(NamedTuple):
-    """The user's arguments about matrices; they determine the verdicts on any tree."""
+def split_heads(
+    tree: paths.PathedTree,
+    verdicts: Sequence[Verdict],
+    described: Mapping[paths.Path, Sequence[tuple[bool, OwnedLeaf]]],
+    named: Mapping[paths.Path, Verdict],
+    must: bool,
+) -> list[Verdict]:
+    """Returns the verdicts with a matrix for each head of the leaves that have heads.
 
-    dimension_numbers: DimensionNumbers | None
-    per_head: bool | None
-    model: Model | None
-    layers: Layers | None  # layers whose heads are split
-
-    def verdicts(self, tree: paths.PathedTree) -> list[Verdict]:
-        """Returns the verdict on each leaf, with one matrix per head where wanted.
-
-        As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
-        """
-        numbers, model = self.dimension_numbers, self.model
-        is_cut = self.per_head is not False and self.layers is not None
-        if model is None and not is_cut:
-            # Names show which axes are heads in stock layers.
-            return resolve_verdicts(numbers, tree, per_head=self.per_head)
-        layers, leaf_at = resolve_attention(self.layers if is_cut else (), tree)
-        described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
-        for layer in layers:
-            for leaf in layer.leaves:
-                path = layer.path_of(leaf)
-                own = described.setdefault(path, [])
-                is_hidden = paths.is_masked(leaf_at[path])
-                # If a leaf does not fit, QK-Clip's `init` says why.
-                if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
-                    # The parts of a query with and without a rotary embedding are one
-                    # head, so `query` and `rotary_query` are not distinguished.
-                    own.append((leaf in layer.key, owned))
-        found = resolve_verdicts(numbers, tree, model=model, described=described)
-        # A reading finds heads through the logits, so it does not know the value's
-        # heads. Names decide these, as they do without a reading: those of all that was
-        # read, since a mask may hide what shows the heads.
-        named = model.heads_by_name if is_cut and model is not None else {}
-        for i, (path, leaf, verdict) in enumerate(tree.rows(found)):
-            given, must = verdict.numbers, bool(self.per_head)
-            # A bias goes to AdamW, whatever its heads. A matrix that the user has split
-            # stays. Axes that the user has given stay unless per_head=True.
-            if given is None or isinstance(given, MatrixAxes):
-                continue
-            if verdict.source == "given" and not must:
-                continue
-            if described.get(path):
-                shape = tuple(leaf.shape)
-                axes: Any = _of_heads(path, shape, given, described[path], must)
-                # The description of the heads decides what names leave open.
-                kind = verdict.kind if verdict.is_known else "heads"
-                found[i] = verdict._replace(numbers=axes, kind=kind, is_known=True)
-            elif path in named and _cuts(named[path], given, tuple(leaf.shape)):
-                found[i] = verdict._replace(numbers=named[path].numbers)
-        return found
-
-
-def matrix_rules(
-    per_head: bool | None,
-    model: Model | None,
-    dimension_numbers: DimensionNumbers | None,
-    attention: Attention | None = None,
-) -> MatrixRules:
-    """Returns the rules; heads come from `attention`, else from `model`.
-
-    `per_head=None` splits every leaf that can be split.
+    Axes that the user has given are kept, unless they `must` be split. `described` has
+    what attention layers say of a leaf, each with whether it is their key. A reading
+    finds heads through the logits, so it does not know the value's: those are `named`.
     """
-    # `muonclip` makes the rules before it calls `muon`.
-    if isinstance(dimension_numbers, MatrixRules):
-        return dimension_numbers
-    check_model(model)
-    per_head = per_head if per_head is None else check_flag("per_head", per_head)
-    # Layers that QK-Clip cannot act on have heads, too.
-    layers = layers_of(model, attention)
-    return MatrixRules(dimension_numbers, per_head, model, layers)
+    split = [*verdicts]
+    for i, (path, leaf, verdict) in enumerate(tree.rows(verdicts)):
+        given = verdict.numbers
+        # A bias goes to AdamW, whatever its heads. A matrix that the user has split
+        # stays.
+        if given is None or isinstance(given, MatrixAxes):
+            continue
+        if verdict.source == "given" and not must:
+            continue
+        if described.get(path):
+            shape = tuple(leaf.shape)
+            axes: Any = _of_heads(path, shape, given, described[path], must)
+            # The description of the heads decides what names leave open.
+            kind = verdict.kind if verdict.is_known else "heads"
+            split[i] = verdict._replace(numbers=axes, kind=kind, is_known=True)
+        elif path in named and _cuts(named[path], given, tuple(leaf.shape)):
+            split[i] = verdict._replace(numbers=named[path].numbers)
+    return split
 
 
 def _cuts(named: Verdict, given: Axes, shape: tuple[int, ...]) -> bool:

@@ -38,7 +38,34 @@ Share = Literal["alpha", "rest", "half", "whole"]
 LeafShare = tuple[LeafInRole, Share]
 
 
-def shares_of(
+def roles_of(
+    pairs: Sequence[tuple[list[Any], list[Any]]], heads: int
+) -> tuple[list[Any], list[Any], list[Any]] | None:
+    """Returns query, key and rotary query of a layer that gets the shares of its pairs.
+
+    A layer has all queries and all keys as one pair. If that has other shares, a side
+    that takes the whole is a rotary query, and its partner, which stays, is not named.
+    The result is `None` if no shares are exact.
+    """
+    query, key = ([x for pair in pairs for x in pair[i]] for i in (0, 1))
+    shares, as_one = (
+        _shares_of(x, lambda part: part.leaf.heads != heads)
+        for x in (pairs, [(query, key)])
+    )
+    if shares is None:
+        return None
+    # A layer's query has no fewer heads than its key.
+    is_query = {part.leaf.heads for part in query} <= {1, heads}
+    if query and key and is_query and {*shares} == {*(as_one or ())}:
+        return query, key, []
+    roles = [], [], []
+    for pair, of_pair in zip(pairs, shares, strict=True):
+        for i, share in enumerate(of_pair):
+            roles[2 if share == "whole" else i].extend(pair[i] if share else [])
+    return roles
+
+
+def _shares_of(
     pairs: Sequence[tuple[list[Any], list[Any]]], is_shared: Callable[[Any], bool]
 ) -> list[tuple[Share | None, Share | None]] | None:
     """Returns the shares of query and key in each product, `None` for one that stays.
@@ -106,7 +133,7 @@ def _scaled_in(
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
-    shares = shares_of(pairs, lambda x: id(x) in contested or not x.is_whole)
+    shares = _shares_of(pairs, lambda x: id(x) in contested or not x.is_whole)
     if shares is None:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)
         leaves = show_all(dict.fromkeys(use.path for use in every))

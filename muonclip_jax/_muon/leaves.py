@@ -17,7 +17,7 @@ from .._layout.layout import (
 )
 from .._layout.shardings import PlacedLeaf, Shardings
 from .._layout.state import counts_replicated
-from .._model.per_head import MatrixRules
+from .._model.knowledge import Knowledge
 from .._options import check_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import FROZEN, views_of
@@ -27,13 +27,13 @@ from .._parameters.question import BEFORE_THE_MASK
 
 def read_leaves(
     tree: Any,
-    rules: MatrixRules,
+    known: Knowledge,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> Layout:
     """The layout of a tree, with the matrices of its leaves."""
     layout = read_layout(tree, shardings, axis_name)
-    verdicts = rules.verdicts(layout.whole)
+    verdicts = known.verdicts(layout.whole)
     views = views_of(verdicts, layout.whole)
     entries = zip(layout.leaves, views, verdicts, strict=True)
     leaves = (leaf._replace(view=v, verdict=verdict) for leaf, v, verdict in entries)
@@ -51,7 +51,7 @@ def for_leaves(
     name: str,
     build: Callable[[Layout], optax.GradientTransformationExtraArgs],
     state_type: type,
-    rules: MatrixRules,
+    known: Knowledge,
     *,
     shardings: Shardings | None,
     axis_name: Hashable | None,
@@ -65,7 +65,7 @@ def for_leaves(
     """
     axis_names(axis_name)  # raises at construction for what is none
     read = functools.partial(
-        read_leaves, rules=rules, shardings=shardings, axis_name=axis_name
+        read_leaves, known=known, shardings=shardings, axis_name=axis_name
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:

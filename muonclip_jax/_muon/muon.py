@@ -19,11 +19,11 @@ from .._calls import explained
 from .._layout.layout import Layout
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
-from .._model.per_head import matrix_rules
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, check_flag, check_number, NOT_NEGATIVE, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
-from .._parameters.given import Model
 from .leaves import for_leaves, optimizer_of
 from .momentum import MomentumDType, RISING_BETA
 from .normalize_neurons import neuron_normalization
@@ -42,7 +42,7 @@ def muon(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask = None,
     mu_dtype: MomentumDType | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -185,7 +185,7 @@ def muon(
         "muon",
         build,
         optax.transforms.PartitionState,
-        matrix_rules(per_head, model, dimension_numbers),
+        knowledge_of(model, None, dimension_numbers, per_head),
         shardings=shardings,
         axis_name=axis_name,
     )

@@ -22,12 +22,12 @@ from .._mesh_axes import (
     keep_sharding,
     on_automatic_axes,
 )
-from .._model.per_head import matrix_rules
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._options import check_number, check_state, NOT_NEGATIVE, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.fit import check_fit
-from .._parameters.given import Model
 from .leaves import check_matrices_only, read_leaves
 
 
@@ -55,7 +55,7 @@ def normalize_neurons(
     b2: float | jax.Array = 0.95,
     *,
     eps: float | jax.Array = 1e-10,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     shardings: Shardings | None = None,
@@ -106,12 +106,12 @@ def normalize_neurons(
     """
     check_number("b2", b2, SHARE)
     check_number("eps", eps, NOT_NEGATIVE)
-    rules = matrix_rules(per_head, model, dimension_numbers)
+    known = knowledge_of(model, None, dimension_numbers, per_head)
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
     # that they are added to: updates are scaled where they are, and stay sharded so.
     def read(tree: Any) -> Layout:
-        layout = read_leaves(tree, rules, shardings)
+        layout = read_leaves(tree, known, shardings)
         check_matrices_only(layout, "normalize_neurons")
         return layout
 

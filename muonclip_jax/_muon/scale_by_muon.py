@@ -16,12 +16,12 @@ from .._layout.layout import axis_names, AxisNames, Layout, own_block
 from .._layout.shardings import PlacedLeaf, Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
-from .._model.per_head import matrix_rules
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
 from .._options import check_flag, check_float_dtype, check_number, NOT_NEGATIVE, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves
 from .momentum import Momentum, MomentumDType, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
@@ -40,7 +40,7 @@ def scale_by_muon(
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     mu_dtype: MomentumDType | None = None,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
     shardings: Shardings | None = None,
@@ -171,7 +171,7 @@ def scale_by_muon(
         "scale_by_muon",
         build,
         ScaleByMuonState,
-        matrix_rules(per_head, model, dimension_numbers),
+        knowledge_of(model, None, dimension_numbers, per_head),
         shardings=shardings,
         axis_name=axis_name,
     )

@@ -19,9 +19,7 @@ from .given import (
     broadcast,
     by_pattern,
     check_no_number,
-    check_read,
     is_patterns,
-    Model,
 )
 from .layer_stacks import IN_FRONT, StackAxes
 from .leaf_rules import ByNames
@@ -115,116 +113,22 @@ def flax_dimension_numbers(
     check_params("flax_dimension_numbers(params)", params)
     tree = paths.flatten(params)
     reading = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
-    found = resolve_verdicts(dimension_numbers, tree, reading=reading)
+    found = resolve_verdicts(dimension_numbers, tree, lambda _: reading)
     return tree.unflatten(verdict.numbers for verdict in found)
-
-
-@explained
-def matrix_mask(
-    params: Any,
-    *,
-    model: Model | None = None,
-    dimension_numbers: DimensionNumbers | None = None,
-) -> Any:
-    """Returns a tree of bools: `True` for each leaf that Muon should update.
-
-    **Arguments:**
-
-    - `params`: as for [`param_labels`][].
-    - `model`: as for [`scale_by_muon`][].
-    - `dimension_numbers`: as for [`scale_by_muon`][].
-
-    **Returns:** a tree like `params` of bools, for `optax.masked`.
-
-    **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
-
-    !!! example
-
-        >>> import jax.numpy as jnp
-        >>> import muonclip_jax as mc
-        >>> mc.matrix_mask({"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
-        {'up': {'bias': False, 'kernel': True}}
-    """
-    check_params("matrix_mask(params)", params)
-    tree = paths.flatten(paths.params_of(params))
-    found = [x.numbers for x in resolve_verdicts(dimension_numbers, tree, model=model)]
-    return tree.unflatten(x is not None and not paths.is_masked(x) for x in found)
-
-
-@explained
-def param_labels(
-    params: Any,
-    *,
-    model: Model | None = None,
-    dimension_numbers: DimensionNumbers | None = None,
-) -> Any:
-    """Returns a tree of labels that say what each leaf is, for `optax.partition`.
-
-    | label | leaf |
-    |---|---|
-    | `"matrix"` | holds matrices, which are Muon's in [`muon`][] |
-    | `"embedding"` | is looked up |
-    | `"head"` | produces the output |
-    | `"router"` | picks experts |
-    | `"vector"` | norms, biases, gains, positions, and all else |
-    | `"frozen"` | has no gradient on any path to the output, as a `model` shows |
-
-    [`muon`][] does not change frozen leaves, and uses AdamW for the other ones.
-
-    **Arguments:**
-
-    - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
-    - `model`: as for [`scale_by_muon`][].
-    - `dimension_numbers`: as for [`scale_by_muon`][].
-
-    **Returns:** a tree like `params` of strings; hidden leaves stay hidden. For a
-    module it is a tree like the params of its optimizer:
-    `nnx.state(module, nnx.Param)`, or `eqx.filter(module, eqx.is_inexact_array)`.
-
-    **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
-
-    !!! example "A learning rate of its own for the output head"
-
-        >>> import jax, jax.numpy as jnp, optax
-        >>> import muonclip_jax as mc
-        >>> kernels = {"embed": (32, 8), "up": (8, 16), "lm_head": (8, 32)}
-        >>> params = {k: {"kernel": jnp.ones(shape)} for k, shape in kernels.items()}
-        >>> mc.param_labels(params)["lm_head"]
-        {'kernel': 'head'}
-        >>> def is_head(params):
-        ...     name = lambda label: "head" if label == "head" else "rest"
-        ...     return jax.tree.map(name, mc.param_labels(params))
-        >>> head = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
-        >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
-    """
-    check_params("param_labels(params)", params)
-    tree = paths.flatten(paths.params_of(params))
-    reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
-    found = resolve_verdicts(dimension_numbers, tree, reading=reading)
-    labels = []
-    for path, _, verdict in tree.rows(found):
-        # A leaf that is given to AdamW may be a table or a head all the same.
-        own = reading[path]
-        is_adamw = verdict.source == "given" and verdict.label == "vector"
-        is_kept = is_adamw and own.numbers is None and own.label != FROZEN
-        labels.append(own.label if is_kept else verdict.label)
-    return tree.unflatten(labels)
 
 
 def resolve_verdicts(
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
+    read: Callable[[paths.PathedTree], Mapping[paths.Path, Verdict]],
     *,
-    model: Model | None = None,
-    per_head: bool | None = False,
-    reading: Mapping[paths.Path, Verdict] | None = None,
+    is_named_per_head: bool = False,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given.
 
-    What patterns leave to be found is found by `reading`, else by the model's, else by
-    names: with `per_head`, or where it is `None`, those of stock heads show heads.
-    Leaves that are `described` otherwise may be left open.
+    `read` finds the verdicts on leaves that no pattern matches. Leaves that are
+    `described` otherwise may be left open.
 
     **Raises:** `ValueError` that lists the leaves that nothing determines.
     """
@@ -238,7 +142,7 @@ def resolve_verdicts(
         given = given(tree.rebuilt())
     if not is_found and not is_patterns(given, tree):
         check_no_number("dimension_numbers", given, tree)
-        if per_head:
+        if is_named_per_head:
             raise ValueError(
                 "per_head=True has no effect with dimension_numbers for all leaves: "
                 "give patterns, or mc.flax_dimension_numbers(params, per_head=True)"
@@ -253,9 +157,7 @@ def resolve_verdicts(
             "patterns, such as 'mlp*' in place of 'mlp'",
         )
         return [_given(entry) for entry in entries]
-    if reading is None and model is not None:
-        reading = _read(model, tree)
-    found = dict(reading or ByNames(tree).verdicts(per_head is not False))
+    found = {**read(tree)}
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
         if numbers != AUTOMATIC and found[path].source != "hidden":
             found[path] = _given(numbers)
@@ -268,21 +170,6 @@ def resolve_verdicts(
 def _given(numbers: Any) -> Verdict:
     label = "matrix" if is_axes(numbers) else "vector"
     return Verdict(label, numbers, "given", "given")
-
-
-def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
-    """The verdict on each leaf by a model's reading.
-
-    By path, since a mask hides leaves, and NNX's optimizer gives plain dicts.
-
-    **Raises:** `ValueError` for leaves that the reading does not have.
-    """
-    check_read(model, tree)
-    hidden, read = Verdict("vector", None, "hidden", "hidden"), model.verdicts
-    return {
-        path: hidden if paths.is_masked(leaf) else read[path]
-        for path, leaf in tree.by_path().items()
-    }
 
 
 def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:

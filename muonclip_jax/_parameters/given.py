@@ -1,93 +1,18 @@
-"""Settings for parameters as users give them: patterns, trees, prefixes, a reading."""
+"""Settings for parameters as users give them: patterns, trees, prefixes."""
 
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import jax
-
-from .._calls import is_reading
 from .._matrices.axes import is_axes
 from .._options import shown
 from . import paths
-from .paths import is_masked, Path, PathedTree, Shape, show
-from .verdict import Verdict
+from .paths import Path, PathedTree, show
 
 
 #: What a rule says of a leaf that is to be found automatically after all.
 AUTOMATIC = "auto"
-
-
-class Model(Protocol):
-    """Knowledge of a model from its trace: [`ModelReading`][] is one."""
-
-    @property
-    def dimension_numbers(self) -> Any: ...
-    @property
-    def labels(self) -> Any: ...
-    @property
-    def attention(self) -> Sequence[Any]: ...
-    @property
-    def unknown(self) -> Sequence[str]: ...
-    @property
-    def verdicts(self) -> Mapping[Path, Verdict]: ...
-    @property
-    def heads_by_name(self) -> Mapping[Path, Verdict]: ...
-    @property
-    def shapes(self) -> Mapping[Path, Shape]: ...
-    @property
-    def layers(self) -> Sequence[Any]: ...
-    @property
-    def refused(self) -> Sequence[str]: ...
-    @property
-    def unrecorded(self) -> Sequence[str]: ...
-
-
-def check_model(model: Model | None) -> None:
-    """Raises for a `model=` that is no reading."""
-    if model is not None and not is_reading(model):
-        raise ValueError(
-            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
-            f"{type(model).__name__}"
-        )
-
-
-def check_read(model: Model, tree: PathedTree) -> None:
-    """Raises for a `model=` that is no reading, or of other params, or other shapes.
-
-    They may be a part of those that were read, as where adapters alone are trained.
-    """
-    check_model(model)
-    read = model.shapes
-    in_sight = {x: leaf for x, leaf in tree.by_path().items() if not is_masked(leaf)}
-    if missing := [path for path in in_sight if path not in read]:
-        raise ValueError(
-            f"model= was read from other params: it has no {paths.show_all(missing)}. "
-            "Call read_model with the params that the optimizer gets"
-        )
-    # Inside of `shard_map` leaves are blocks.
-    is_cut = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    others = [
-        f"{show(path)} {shape}, read as {read[path]}"
-        for path, leaf in in_sight.items()
-        if (shape := tuple(getattr(leaf, "shape", read[path]))) != read[path]
-        if not (is_cut and _divides(shape, read[path]))
-    ]
-    if others:
-        raise ValueError(
-            "model= was read from params of other shapes:\n  "
-            + "\n  ".join(others[:10])
-            + (f"\n  and {len(others) - 10} more" if len(others) > 10 else "")
-            + "\nHeads, stacks and fused kernels would be cut in the wrong places. "
-            "Call read_model with the params that the optimizer gets; their shapes are "
-            "enough: mc.read_model(loss, jax.eval_shape(init, key), *batch)"
-        )
-
-
-def _divides(block: Shape, whole: Shape) -> bool:
-    is_alike = len(block) == len(whole)
-    return is_alike and not any(n % m for m, n in zip(block, whole, strict=True) if m)
 
 
 def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:

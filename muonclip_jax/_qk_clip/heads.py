@@ -21,16 +21,9 @@ from .._layout.shardings import blocks_along
 from .._layout.state import replicated
 from .._matrices.stacks import unstack
 from .._mesh_axes import manual_axes, resharded
-from .._model.attention_layers import (
-    AttentionLayer,
-    check_none_overlooked,
-    Layers,
-    LayersRead,
-    READ_IT,
-    resolve_attention,
-    show_layer,
-)
+from .._model.attention_layers import AttentionLayer, READ_IT, show_layer
 from .._model.bound_layer import BoundLayer, LeafInRole
+from .._model.knowledge import Knowledge
 from .._model.shares import clipped_together, scaled_leaves, Share
 from .._model.statistics import largest, read_attention_stats, STATISTIC
 from .._options import check_number, POSITIVE
@@ -70,32 +63,26 @@ class Heads:
     neither the state nor which layer a head belongs to.
     """
 
-    def __init__(self, layout: Layout, attention: Layers | None):
-        tree = layout.whole
-        layers, leaf_at = resolve_attention(attention, tree)
-        if attention is None:
-            check_none_overlooked(tree, layers)
+    def __init__(self, layout: Layout, known: Knowledge, only_watches: bool = False):
+        layers, leaf_at = known.layers(layout.whole)
         self._leaves = {leaf.path: leaf for leaf in layout.leaves}
         self._layout = layout
-        read = attention if isinstance(attention, LayersRead) else None
         # Next to layers that are given, a reading's own may be recorded.
-        self._known = {
-            split(x.path) for x in (*layers, *(read.watched if read else ()))
-        }
+        self._known = {split(x.path) for x in (*layers, *known.watched)}
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
         self.count = 0
-        of_path = {"/".join(x.path): x for x in read.model.layers} if read else {}
+        read = known.model.layers if known.model is not None else ()
+        of_path = {"/".join(x.path): x for x in read}
         in_sight = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
             own = [layer.path_of(leaf) for leaf in layer.leaves]
             hidden = [path for path in own if path not in in_sight]
             made = of_path.get(layer.path)
             trained = [x for x in made.makers if x in in_sight] if made else []
-            is_watched = not own or (read is not None and read.only_watches)
             if own and not hidden:
                 self._add(layer, leaf_at)
-            elif made and trained and is_watched:
+            elif made and made.shape and trained and (only_watches or not own):
                 bare = layer._replace(query=(), key=(), rotary_query=())
                 self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
             elif 0 < len(hidden) < len(own):  # a mask may hide only whole layers

@@ -18,7 +18,9 @@ from .._calls import explained
 from .._layout.layout import check_replicas, Layout, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
-from .._model.attention_layers import Attention, attention_of, layers_of
+from .._model.attention_layers import Attention
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._options import (
     check_flag,
     check_function_or_none,
@@ -27,7 +29,6 @@ from .._options import (
     check_transformation,
     check_whole_number,
 )
-from .._parameters.given import check_model, Model
 from .heads import Heads, UNKNOWN
 from .qk_clip import QKClipState, states_in
 
@@ -79,7 +80,7 @@ def multi_steps(
     use_grad_mean: bool = True,
     should_skip_update_fn: Callable[..., Any] | None = None,
     *,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -131,7 +132,7 @@ def multi_steps(
         Array([1. , 0.5], dtype=float32)
     """
     check_transformation("opt", opt)
-    check_model(model)
+    known = knowledge_of(model, attention)
     check_function_or_none("should_skip_update_fn", should_skip_update_fn)
     every_k: Any = every_k_schedule
     if callable(every_k):
@@ -153,10 +154,10 @@ def multi_steps(
 
     def heads_of(layout: Layout, clips: Sequence[QKClipState]) -> Heads:
         # Called only if there is a clip: without one, refused attention is no error.
-        heads = Heads(layout, layers_of(model, attention, only_watches=True))
+        heads = Heads(layout, known, only_watches=True)
         if heads.count != clips[0].gamma.size:
             # The clip scales, and watches no others.
-            attention_of(model, attention)
+            known.check_clippable(only_watches=False)
         return heads
 
     def init_fn(params: optax.Params) -> MultiStepsState:

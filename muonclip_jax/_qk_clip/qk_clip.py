@@ -18,17 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import begun, replicated
 from .._mesh_axes import explicit_spec, resharded
-from .._model.attention_layers import Attention, attention_of
+from .._model.attention_layers import Attention
+from .._model.knowledge import knowledge_of
+from .._model.model_reading import ModelReading
 from .._model.statistics import read_attention_stats
 from .._options import check_first, check_number, check_state, POSITIVE, SHARE
 from .._parameters.fit import check_fit, check_params
-from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
 
@@ -75,7 +77,7 @@ def qk_clip(
     threshold: optax.ScalarOrSchedule = 100.0,
     *,
     alpha: optax.ScalarOrSchedule = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -164,11 +166,14 @@ def qk_clip(
     """
     threshold = check_number("threshold", threshold, POSITIVE, "an array", "a schedule")
     alpha = check_number("alpha", alpha, SHARE, "a schedule")
-    layers = attention_of(model, attention, threshold)
+    known = knowledge_of(model, attention)
+    only_watches = _only_watches(threshold)
+    known.check_clippable(only_watches)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads, at = Heads(layout, layers), functools.partial(_at, step=np.int32(0))
+        heads = Heads(layout, known, only_watches)
+        at = functools.partial(_at, step=np.int32(0))
         check_first("threshold", heads.thresholds(threshold, at), POSITIVE)
         check_first("alpha", at(alpha), SHARE)
         state = QKClipState(
@@ -194,7 +199,7 @@ def qk_clip(
         check_fit(updates, params, "update")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
-        heads = Heads(layout, layers)
+        heads = Heads(layout, known, only_watches)
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
         logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
@@ -226,7 +231,7 @@ def clip_qk(
     threshold: float | jax.Array = 100.0,
     *,
     alpha: float | jax.Array = 0.5,
-    model: Model | None = None,
+    model: ModelReading | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -273,15 +278,23 @@ def clip_qk(
             f"the params hold the statistics of {show_all(swapped)}: "
             "mc.clip_qk(params, attention_stats), in this order"
         )
+    known = knowledge_of(model, attention)
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
-    heads = Heads(layout, attention_of(model, attention, threshold))
+    known.check_clippable(only_watches := _only_watches(threshold))
+    heads = Heads(layout, known, only_watches)
     *_, scale_at = heads.clip(attention_stats, threshold, alpha, _at)
     scaled = [
         _scale_weight(x, scale_at[path]) if path in scale_at else x
         for path, x, *_ in layout.leaves
     ]
     return layout.tree.unflatten(scaled)
+
+
+def _only_watches(threshold: Any) -> bool:
+    """Whether nothing is to be clipped; a schedule and a traced number may be any."""
+    is_known = not (callable(threshold) or isinstance(threshold, Tracer))
+    return is_known and bool(np.isinf(np.asarray(threshold)).all())
 
 
 def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._model.attention_layers import AttentionLayer
+from .._model.model_reading import LayerRead
 from .._model.owned_leaf import OwnedLeaf
-from .._model.shares import shares_of
+from .._model.shares import roles_of
 from .._parameters import paths
 from .._parameters.paths import Shape
 from .attention import Layer
@@ -31,7 +32,7 @@ class NamedLayer(NamedTuple):
         is_known &= all(x.unscaled and x.sites for x in self.found)
         return self.layer is not None or is_known
 
-    def read(self, leaf_paths: Sequence[paths.Path]) -> "LayerRead":
+    def read(self, leaf_paths: Sequence[paths.Path]) -> LayerRead:
         """Returns what a reading keeps of the layer, for its table."""
         lines = dict.fromkeys(layer.line for layer in self.found)
         sites = (site for layer in self.found for site in layer.sites)
@@ -54,28 +55,6 @@ class NamedLayer(NamedTuple):
             (*words,),
             tuple(leaf_paths[i] for i in makers),
         )
-
-
-class LayerRead(NamedTuple):
-    """What a reading keeps of an attention layer: a value, without its equations."""
-
-    path: paths.Path
-    layer: AttentionLayer | None
-    refusal: str
-    shape: tuple[int, ...] | None  # of its statistic, `(*stack, heads)`, if it has one
-    lines: tuple[str, ...]  # of its calls
-    biases: tuple[str, ...]  # in words
-    makers: tuple[paths.Path, ...]  # all parameters that made query and key
-
-    @property
-    def where(self) -> str:
-        """The layer's path, and the line of its first call."""
-        return f"{paths.show_module(self.path)} at {self.lines[0]}"
-
-    @property
-    def said(self) -> str:
-        """Where it is, and why it cannot be scaled."""
-        return f"{self.where}: {self.refusal}"
 
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
@@ -177,27 +156,11 @@ def _roles(
     """Returns query, key and rotary query by paths from the root, or a refusal."""
     if why := layer.refusal or layer.unscaled:
         return (), why
-    pairs = [(pair.query, pair.key) for pair in layer.pairs]
-    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
-    shares, as_one = (
-        shares_of(x, lambda part: part.leaf.heads != layer.heads)
-        for x in (pairs, [(query, key)])
-    )
-    if shares is None:
+    groups = roles_of([(pair.query, pair.key) for pair in layer.pairs], layer.heads)
+    if groups is None:
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # QK-Clip computes these shares again from all queries and all keys, if one product
-    # of them has the same. It rejects a query with fewer heads than its key.
-    groups = query, key, []
-    is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
-    if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
-        # A side that takes the whole scale counts as a rotary query. Its partner is not
-        # named, so QK-Clip does not scale it.
-        groups = [], [], []
-        for pair, of_pair in zip(pairs, shares, strict=True):
-            for i, share in enumerate(of_pair):
-                groups[2 if share == "whole" else i].extend(pair[i] if share else [])
     roles = []
     for parts in groups:
         found: dict[int, ScaledEntries] = {}
