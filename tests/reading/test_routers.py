@@ -168,7 +168,7 @@ def masks_of_flaxformer(p, x):
     rows = one_hot(index, E, jnp.int32)
     priority = jnp.cumsum(rows, 1) * rows - 1.0
     dispatch = one_hot(priority.astype(int), C, jnp.bool_)
-    combine = jnp.einsum("...te,...tec->...tec", scores, dispatch.astype(x.dtype))
+    combine = jnp.einsum("...ne,...nec->...nec", scores, dispatch.astype(x.dtype))
     inputs = jnp.einsum("gtd,gtec->gecd", x, dispatch.astype(x.dtype))
     hidden = jax.nn.relu(jnp.einsum("gecd,edf->gecf", inputs, p["wi"]))
     y = jnp.einsum("gecf,efd->gecd", hidden, p["wo"])
@@ -498,7 +498,7 @@ def test_layers_that_differ_at_one_line_are_asked_about():
             if i:
                 gates, chosen = jax.lax.top_k(jax.nn.softmax(y), 2)
                 gates = (one_hot(chosen, D) * gates[..., None]).sum(-2)
-                x = x + jnp.einsum("te,td,ed->td", gates, x, p["more"])
+                x = x + jnp.einsum("ne,nd,ed->nd", gates, x, p["more"])
             else:
                 x = x + jax.nn.relu(y) @ p["more"]
         return jax.nn.logsumexp(x @ params["head"])
