@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .facts import Facts
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
-from .marks import is_varied, Marks, moved, small
+from .marks import is_varied, Marks, moved, small, union_along
 from .scaling import Scaling
 
 
@@ -74,11 +74,16 @@ class Makers:
                 facts = self._facts.inputs(eqn)
                 i = self._facts.weight_of(eqn) if eqn.is_product else None
                 if i is not None and facts[i].leaves:
-                    # An axis of experts, or of a stack, holds no outputs.
+                    weight = eqn.inputs()[i]
+                    # An axis of experts, or of a stack, holds no outputs; nor do the
+                    # trips of a loop or devices, over which experts may be spread.
                     own = [None if o in eqn.shared else o for o in eqn.to[i]]
-                    found.append(moved(marks, eqn.inputs()[i].lead, own))
+                    marks, lead = moved(marks, weight.lead, own), range(weight.lead)
+                    found.append(union_along(marks, lead))
                     return []
-                return [(i, None) for i, f in enumerate(facts) if f.leaves]
+                # Gains and biases of outputs are none, but scaled data is made by them.
+                deep = [(j, None) for j, f in enumerate(facts) if f.is_deep]
+                return deep or [(j, None) for j, f in enumerate(facts) if f.leaves]
 
             self._graph.back(atom, atom.numbered([d]), ahead)
             self._outputs[atom, d] = any(map(is_varied, found))

@@ -165,7 +165,7 @@ class Routers:
         Tokens get places among an expert's inputs, but their features stay in order.
         """
         facts = self._facts.inputs(of)
-        ways = [move for i, move in moves(of, origin.k) if facts[i].is_deep]
+        ways = [move for i, move in moves(of, origin.k) if facts[i] != Fact()]
         return any(
             is_varied(marks) and not any(is_varied(move(marks)) for move in ways)
             for marks in origin.all_marks

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import few
+from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
 
@@ -124,6 +126,8 @@ def several_of_top_k(p, x, divided=False, losses=False, stopped=False):
     inputs = jnp.einsum("btec,btd->ebcd", slots.sum(2), x)
     hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inputs, p["wi"]))
     y = jnp.einsum("ebcf,efd->ebcd", hidden, p["wo"])
+    if "bias" in p:
+        y = y + p["bias"][:, None, None]
     y = jnp.einsum("btec,ebcd->btd", combine, y)
     loss = E * jnp.sum(rows.mean((0, 1)).sum(0) * scores.mean((0, 1)))
     return y, loss if losses else 0.0
@@ -164,7 +168,7 @@ def masks_of_flaxformer(p, x):
     rows = one_hot(index, E, jnp.int32)
     priority = jnp.cumsum(rows, 1) * rows - 1.0
     dispatch = one_hot(priority.astype(int), C, jnp.bool_)
-    combine = jnp.einsum("...be,...bec->...bec", scores, dispatch.astype(x.dtype))
+    combine = jnp.einsum("...ne,...nec->...nec", scores, dispatch.astype(x.dtype))
     inputs = jnp.einsum("gtd,gtec->gecd", x, dispatch.astype(x.dtype))
     hidden = jax.nn.relu(jnp.einsum("gecd,edf->gecf", inputs, p["wi"]))
     y = jnp.einsum("gecf,efd->gecd", hidden, p["wo"])
@@ -198,6 +202,29 @@ def balanced_by_sinkhorn(p, x):
     y = applied(p, jnp.einsum("tec,td->ecd", dispatch, x))
     gates = (jax.nn.sigmoid(logits) * rows).sum(-1, keepdims=True)
     return (jnp.einsum("tec,ecd->td", dispatch, y) * gates).reshape(B, T, D)
+
+
+@forms(one={})
+def experts_on_devices(p, x):
+    """Each device has some experts, which receive tokens from all devices."""
+
+    def on_device(router, wi, wo, x):
+        x = x.reshape(-1, D)
+        gates, index = jax.lax.top_k(jax.nn.softmax(x @ router), K)
+        rows = one_hot(index, E)
+        slot = jnp.cumsum(rows.reshape(-1, E), 0).reshape(rows.shape) * rows - 1
+        slots = one_hot(slot.astype(int), C) * (slot >= 0)[..., None]
+        inputs = jnp.einsum("nec,nd->ecd", slots.sum(1), x)
+        inputs = jax.lax.all_to_all(inputs, "e", 0, 1, tiled=True)
+        y = applied({"wi": wi, "wo": wo}, inputs)
+        y = jax.lax.all_to_all(y, "e", 1, 0, tiled=True)
+        combine = (slots * gates[..., None, None]).sum(1)
+        return jnp.einsum("nec,ecd->nd", combine, y).reshape(-1, T, D)
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("e",))
+    specs = P(), P("e"), P("e"), P("e")
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P("e"))
+    return run(p["router"], p["wi"], p["wo"], x)
 
 
 # By indices.
@@ -333,7 +360,15 @@ def attention(p, x):
 
 
 def read(
-    form, layers, shapes, *, way="", between=norm, dtype=jnp.float32, slopes=False
+    form,
+    layers,
+    shapes,
+    *,
+    way="",
+    between=norm,
+    dtype=jnp.float32,
+    slopes=False,
+    is_embedded=True,
 ):
     """The reading of a network of some layers, and its labels layer by layer."""
 
@@ -346,7 +381,7 @@ def read(
         return (x + y).astype(x.dtype), jnp.asarray(loss, jnp.float32)
 
     def loss(params, tokens):
-        x = params["embed"][tokens]
+        x = params["embed"][tokens] if is_embedded else tokens
         if way == "scan":
             x, losses = jax.lax.scan(layer, x, params["layers"])
         else:
@@ -363,17 +398,19 @@ def read(
 
     lead = [layers] if way == "scan" else []
     one = {name: array(*lead, *shape) for name, shape in shapes.items()}
-    params = {"embed": array(V, D), "head": array(D, V)}
+    params = {"head": array(D, V)} | ({"embed": array(V, D)} if is_embedded else {})
     params["layers"] = one if way == "scan" else [one] * layers
     fun = jax.value_and_grad(loss) if slopes else loss
-    reading = mc.read_model(fun, params, jax.ShapeDtypeStruct((B, T), jnp.int32))
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    reading = mc.read_model(fun, params, tokens if is_embedded else array(B, T, D))
     labels = reading.labels["layers"]
     return reading, [labels] if way == "scan" else labels
 
 
 def check(form, layers, shapes=MIXTURE, **options):
     reading, labels = read(form, layers, shapes, **options)
-    expected = {name: "router" if name == "router" else "matrix" for name in shapes}
+    labels_of = {"router": "router", "bias": "vector"}
+    expected = {name: labels_of.get(name, "matrix") for name in shapes}
     assert labels == [expected] * len(labels)
     assert not (reading.refused or reading.not_clipped or reading.unknown)
     assert len(reading.attention) == (layers if "q" in shapes else 0)
@@ -387,6 +424,15 @@ DAILY |= {"gshard: all", "choice by one hot rows: three", "ragged: taken"}
 def test_a_router_is_one_in_the_first_layer_and_in_later_ones(form):
     for layers in (1, 3):
         check(FORMS[form], layers)
+
+
+def test_biases_of_experts_are_no_features_that_a_product_sums_over():
+    check(FORMS["several of top k: as they are"], 2, MIXTURE | {"bias": (E, D)})
+
+
+@pytest.mark.parametrize("form", few(FORMS, "scattered: set"))
+def test_routers_of_tokens_that_no_layer_made(form):
+    check(FORMS[form], 2, between=lambda x: x, is_embedded=False)
 
 
 @pytest.mark.more
@@ -452,7 +498,7 @@ def test_layers_that_differ_at_one_line_are_asked_about():
             if i:
                 gates, chosen = jax.lax.top_k(jax.nn.softmax(y), 2)
                 gates = (one_hot(chosen, D) * gates[..., None]).sum(-2)
-                x = x + jnp.einsum("be,bd,ed->bd", gates, x, p["more"])
+                x = x + jnp.einsum("ne,nd,ed->nd", gates, x, p["more"])
             else:
                 x = x + jax.nn.relu(y) @ p["more"]
         return jax.nn.logsumexp(x @ params["head"])
