@@ -20,7 +20,7 @@ from .._matrices.pieces import divide
 from .._matrices.stacks import MatrixLeaf, MatrixView, Part, plan_stacks, Stack
 from .._mesh_axes import impose_no_sharding, keep_sharding, sharded_like
 from .._newton_schulz.solver import Solver
-from .on_mesh import together
+from .on_mesh import wait_for_all
 from .owners import by_cost
 
 
@@ -32,7 +32,10 @@ MANY = 4
 
 
 class Slots(NamedTuple):
-    """Which slots the matrices of a stack are in, in a row, and so whose they are."""
+    """The matrices of a stack lie in consecutive slots, and each device has some slots.
+
+    Device `i` iterates what is in slots `i * slots` to `(i + 1) * slots`.
+    """
 
     first: int  # slot of the first matrix
     counts: np.ndarray  # matrices of each device
@@ -77,13 +80,13 @@ def orthogonalize_by_constraint(
         late = [()] * len(plan)
         iterated = []
         for i, ((_, share), x) in enumerate(
-            zip(plan, together(slots, late), strict=True)
+            zip(plan, wait_for_all(slots, late), strict=True)
         ):
             # A name by which benchmarks know its loop.
             with jax.named_scope(f"stack{i}"):
                 count = jnp.asarray(share.counts)[device]
                 iterated.append(solver.orthogonalize_all(x, count))
-        return together(iterated, late)
+        return wait_for_all(iterated, late)
 
     arrived = []
     for stack, share in plan:

@@ -1,7 +1,7 @@
 """Orthogonalization by all devices of a mesh.
 
 Blocks of leaves -> stacks and parcels, each at the device that owns its matrices ->
-iterated there -> blocks. It takes two exchanges for all matrices that are not shared
+iterated there -> blocks. It takes two all-to-alls for all matrices that are not shared
 out evenly, and two for each stack of the others.
 """
 
@@ -168,12 +168,12 @@ def share_among_devices(
     # Work that is repeated along slow axes does not wait for work that differs along
     # them: by its type it would differ, too.
     late = [None if exchange.is_even else exchange.repeated for exchange in plan]
-    ready = together(arrived, late)
+    ready = wait_for_all(arrived, late)
     for way in {*late}:
         ready[late.index(way)] = arrived[late.index(way)]
     iterated = [exchange.iterate(x) for exchange, x in zip(plan, ready, strict=True)]
     results: list[Any] = list(pieces)
-    for exchange, x in zip(plan, together(iterated, late), strict=True):
+    for exchange, x in zip(plan, wait_for_all(iterated, late), strict=True):
         for owned, blocks in zip(exchange.stacks, exchange.depart(x), strict=True):
             owned.stack.scatter(blocks, results)
     return unite([*map(_stored, results)])
@@ -251,7 +251,7 @@ def _owned_stacks(
     ]
 
 
-def together(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
+def wait_for_all(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
     """Makes arrays that are late in the same way available only once all of them are.
 
     `None` is not late.

@@ -24,8 +24,8 @@ class Cut(NamedTuple):
         cut it, the major one first. Most sides are one factor.
     - `shape`: of a matrix.
     - `batch`: along these mesh axes devices hold different matrices.
-    - `replicated`: along these they hold the same.
-    - `repeated`: along these, too, and each does the work by itself.
+    - `replicated`: along these they hold copies and share the work.
+    - `repeated`: along these slow axes they hold copies, and each does all the work.
     - `sharded`: along these they hold blocks of the same.
 
     Axes are in the order of the mesh.
@@ -62,12 +62,12 @@ class OwnedStack(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """The bytes of an exchange of its own, over the least."""
+        """The slots that an exchange of its own sends, over the matrices."""
         return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
 
     @property
     def is_even(self) -> bool:
-        """Whether every owner has as many."""
+        """Whether all owners have the same number."""
         return bool((self.counts == self.counts[0]).all())
 
 
@@ -151,8 +151,8 @@ def _factors(
 ) -> tuple[list[int], list[int]]:
     """The axes of `(count, *matrix)` as factors, and the place of each in blocks.
 
-    Side by side the devices along a factor and its block are it. In blocks devices
-    come first, in the order of the mesh, and then the matrices.
+    A factor is split into its devices times a block. In blocks devices come first, in
+    the order of the mesh, and then the matrices.
     """
     n = len(cut.sharded)
     shape, order = [count], [n]
@@ -181,18 +181,20 @@ class Work(NamedTuple):
 def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
-    Returns how many of each stack each member has.
+    Returns counts alone, of each stack how many each member has: matrices go to
+    members in their order, so that the counts say which.
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
-    # Ties go to the device of lowest rank in its group, by the stack with most groups:
-    # the groups then share out alike, so that their loads stay equal.
+    # Ties go to the lowest rank, counted in the stack with most groups, so that all
+    # groups end with equal loads.
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)
-    # Every device is sent as much as the one that is sent most, so flat matrices, which
-    # are cheap for their size, must not make up for the work of others. If all may take
-    # all, one has the mean or less: there always is one with room.
+    # Every device is sent as much as the one that is sent most. So a device may be sent
+    # the mean and one matrix more at most: matrices with a short side, which are cheap
+    # for their bytes, would gather on one device to even out its work. If all may take
+    # all, one device has the mean or less, so that there always is one with room.
     most = (
         max(stack.entries for stack in stacks)
         + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)

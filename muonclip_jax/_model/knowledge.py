@@ -76,7 +76,7 @@ class Knowledge(NamedTuple):
         read, labels = self.read(tree), []
         found = resolve_verdicts(self.dimension_numbers, tree, lambda _: read)
         for path, _, verdict in tree.rows(found):
-            # A leaf that is given to AdamW may be a table or a head all the same.
+            # A leaf that the user gives to AdamW may be a table or a head all the same.
             own = read[path]
             is_adamw = verdict.source == "given" and verdict.label == "vector"
             is_kept = is_adamw and own.numbers is None and own.label != FROZEN

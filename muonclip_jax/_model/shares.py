@@ -2,11 +2,12 @@
 
 A logit is a sum of products. A clip scales it by gamma if the shares of query and key
 make up the whole gamma in each product. An entry of a leaf has one share, wherever it
-is used. No head may scale entries that other heads have, too. The rules, in order:
+is used. No head may scale entries that other heads have, too, unless they are
+clipped together (below). The rules:
 
 1. If no parameter scales a side, it stays, and the other side takes the whole. The key
    of a rotary query is such a side.
-2. If several heads or several layers share a leaf of a side, it stays, and the other
+2. If several heads or several layers share a leaf of one side, it stays, and the other
    takes the whole, as in the paper for the rotary key (arXiv:2507.20534, algorithm 1;
    the paper does not mention keys that groups of heads or layers share).
 3. If the same entries are query and key of one product, each side takes half, whatever
@@ -41,11 +42,11 @@ LeafShare = tuple[LeafInRole, Share]
 def roles_of(
     pairs: Sequence[tuple[list[Any], list[Any]]], heads: int
 ) -> tuple[list[Any], list[Any], list[Any]] | None:
-    """Returns query, key and rotary query of a layer that gets the shares of its pairs.
+    """Returns query, key and rotary query, so that their layer has its pairs' shares.
 
-    A layer has all queries and all keys as one pair. If that has other shares, a side
-    that takes the whole is a rotary query, and its partner, which stays, is not named.
-    The result is `None` if no shares are exact.
+    A layer has all queries and all keys as one pair. If joining the pairs changes the
+    shares, a side that takes the whole is a rotary query, and its partner, which stays,
+    is not named. The result is `None` if no shares are exact.
     """
     query, key = ([x for pair in pairs for x in pair[i]] for i in (0, 1))
     shares, as_one = (
@@ -75,7 +76,9 @@ def _shares_of(
     """
     # A share is a power of gamma. The powers of a product's two sides add up to 1, so
     # connected sides have a power x or 1 - x. Number i stands for the power of side i,
-    # and number n + i for one minus this power; equal powers are joined.
+    # and number n + i for one minus this power; equal powers are joined. The other side
+    # of the same product is i ^ 1: with one pair, query 0 and key 1, the number 2 is
+    # one minus the query's power, which is the key's.
     sides = [side for pair in pairs for side in pair]
     n = len(sides)
     equal = [(i, n + (i ^ 1)) for i in range(n)]
@@ -83,20 +86,21 @@ def _shares_of(
         if any(a.meets(b) for a, b in itertools.product(sides[i], sides[j])):
             equal += [(i, j), (n + i, n + j)]
     first = _joined(2 * n, equal)
-    stays = np.zeros(2 * n, int)  # 1 if a side should stay, 2 if it must
-    wishes = [int(any(map(is_shared, side))) if side else 2 for side in sides]
-    np.maximum.at(stays, first[:n], wishes)
+    reluctance = np.zeros(2 * n, int)  # 1 if a side is shared, 2 if it has no leaf
+    of_sides = [int(any(map(is_shared, side))) if side else 2 for side in sides]
+    np.maximum.at(reluctance, first[:n], of_sides)
     shares: list[Share | None] = []
-    for own, other in zip(first[:n], first[n:], strict=True):
-        if stays[own] == stays[other] == 2:
+    for power, complement in zip(first[:n], first[n:], strict=True):
+        if reluctance[power] == reluctance[complement] == 2:
             return None
-        if own == other or stays[own] == stays[other] == 1:
+        if power == complement or reluctance[power] == reluctance[complement] == 1:
             shares.append("half")
-        elif stays[own] == stays[other]:
+        elif reluctance[power] == reluctance[complement]:
             # The smallest connected number belongs to a query.
-            shares.append("alpha" if own < other else "rest")
+            shares.append("alpha" if power < complement else "rest")
         else:
-            shares.append("whole" if stays[own] < stays[other] else None)
+            is_free = reluctance[power] < reluctance[complement]
+            shares.append("whole" if is_free else None)
     return [*zip(shares[::2], shares[1::2], strict=True)]
 
 
@@ -131,8 +135,8 @@ def _scaled_in(
 ) -> list[LeafShare]:
     """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
     every = [use for layer in layers for use in layer.uses]
-    query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
-    pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
+    query, rotary, key = ([x for x in every if x.role == role] for role in ROLES)
+    pairs = [pair for pair in ((query, key), (rotary, [])) if any(pair)]
     shares = _shares_of(pairs, lambda x: id(x) in contested or not x.is_whole)
     if shares is None:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)

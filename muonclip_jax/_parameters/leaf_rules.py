@@ -2,7 +2,7 @@
 
 Leaves are first written as Flax would have them, one layer of each stack, so that one
 list serves all libraries. The first rule that holds decides; `outputs` then looks for
-kernels that may write the output. A rule that would have to guess asks.
+kernels that may write the output. Where a rule would have to guess, an error asks.
 """
 
 import math

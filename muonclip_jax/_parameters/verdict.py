@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from optax.contrib import MuonDimensionNumbers
 
 
-#: Who decided. An "unread" leaf is named: the reading does not show its use.
+#: Who decided. An "unread" leaf is judged by its name: the reading shows no use of it.
 Source = Literal["named", "read", "unread", "given", "hidden"]
 
 
@@ -14,11 +14,11 @@ class UnknownDirection(MuonDimensionNumbers):
 
 
 class Verdict(NamedTuple):
-    """The verdict on one parameter. Its fields decide, and `why` is only printed."""
+    """The verdict on one parameter. Only `why` is for print."""
 
     label: str  # "matrix", "embedding", "head", "router", "vector" or "frozen"
     numbers: Any  # of a matrix: `MuonDimensionNumbers`, or `MatrixAxes` as given
-    kind: str  # the rule that fired, or the use that a trace shows
+    kind: str  # the rule that fired, or the use that a trace shows; code compares it
     source: Source = "named"
     is_known: bool = True  # else `numbers` are a guess, which the user is asked about
     is_sure: bool = True  # else there is little evidence

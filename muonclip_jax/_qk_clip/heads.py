@@ -243,9 +243,9 @@ class Heads:
 
     def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
         """Returns the scale of each leaf, as an array that broadcasts to it."""
-        # A logit is bilinear in the weights of query and key, biases included. The
-        # product of both shares scales it: by gamma for any alpha, since the powers add
-        # up to 1. S becomes gamma * S = tau.
+        # A logit is bilinear in the weights of query and key, biases included. Both
+        # factors, gamma to the power of each share, multiply to gamma, since the powers
+        # add up to 1 for any alpha. S becomes gamma * S = tau.
         # A schedule outside [0, 1] would undo the clip, and NaN would destroy weights.
         alpha = jnp.where(alpha > 0, jnp.minimum(alpha, 1), 0)
         rows = {

@@ -26,7 +26,8 @@ def verdicts(
     Parameters in `frozen` receive no gradient. A frozen one that is in `choosing`, too,
     acts by indices and comparisons alone.
     """
-    # An axis is also a stack if each of its entries is sliced off for a separate use.
+    # An axis is also a stack if each of its entries is sliced off for a separate use:
+    # `of` has a bit for each entry, and all are set.
     sliced_axes = {
         (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
     }
@@ -34,7 +35,7 @@ def verdicts(
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.
-    heads = union(out.ends for out in outs) & ~uses.fed | uses.last
+    output_heads = union(out.ends for out in outs) & ~uses.fed | uses.last
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
@@ -50,9 +51,9 @@ def verdicts(
         if not own:
             return Verdict("vector", None, "not used", "read", is_known=False)
 
-        def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
-            about = {"source": "read", "line": of[kind].line, **more}
-            return Verdict(label, None, words or kind, **about)
+        def said(label: str, noted: str, kind: str = "", **more: Any) -> Verdict:
+            about = {"source": "read", "line": of[noted].line, **more}
+            return Verdict(label, None, kind or noted, **about)
 
         if i in frozen:
             words = "its gradient is stopped"
@@ -76,7 +77,7 @@ def verdicts(
         events = union(use.event for use in weights)
         if events & routers:
             return said("router", kind, "chooses")
-        if events & heads:
+        if events & output_heads:
             return said("head", kind, "writes the output")
         if i in of_heads:
             return said("vector", kind, "one number for each head")
