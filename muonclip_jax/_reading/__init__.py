@@ -9,6 +9,7 @@ known numbers. `graph` finds the equation that made a variable, through loops an
 are followed back (`marks`): from the softmax to the parameters that scale its logits
 (`softmaxes`, `heads_of_products`, `scaling`, `cells`, `parts`, `attention`) and from
 every product to the axes of its weight (`uses`). `verdicts` gives each parameter its
-label by what was noted. Fused attention is read by its rule (`kernels`). `recorded` runs the jaxpr
-again, with the maximum of the logits where they enter the softmax (`sites`).
+label by what was noted. Fused attention is read by its rule (`kernels`). `recorded`
+runs the jaxpr again, with the maximum of the logits where they enter the softmax
+(`sites`).
 """
