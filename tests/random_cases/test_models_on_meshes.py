@@ -279,4 +279,4 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
 
 
-test_models = family(check, 100, quick=25)
+test_models = family(check, 100, quick=15)
