@@ -26,12 +26,12 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.more
-def test_no_file_of_tests_computes_at_import(tmp_path, monkeypatch):
+def test_no_file_of_tests_computes_at_import(tmp_path, monkeypatch, pytestconfig):
     script = tmp_path / "imports.py"
     script.write_text(IMPORTS)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    folders = [str(ROOT / x) for x in (".", "tests", "benchmarks", "examples")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    folders = [ROOT, *pytestconfig.getini("pythonpath")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [x for x in files if "libraries" not in x.parts]
     printed = run_script(script, *files).stdout.splitlines()
