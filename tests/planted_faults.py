@@ -97,11 +97,10 @@ def changes(node: ast.expr, parent: ast.AST) -> Iterator[tuple[str, str]]:
             yield "merged", f"0 * {text} + {ast.unparse(a)}.max({ast.unparse(x)})"
         case ast.Call(ast.Attribute(a, "max"), [*axis], words) if axis or words:
             yield "merged", f"0 * {text} + {ast.unparse(a)}.max()"
-        case ast.Call(ast.Name("min" | "max"), [a, b], []):
-            if not isinstance(a, ast.Starred):
-                yield "limit", ast.unparse(a)
-            if not isinstance(b, ast.Starred):
-                yield "limit", ast.unparse(b)
+        case ast.Call(ast.Name("min" | "max"), [_, _] as limits, []):
+            for a in limits:
+                if not isinstance(a, ast.Starred):
+                    yield "limit", ast.unparse(a)
         case ast.Call(ast.Attribute(a, "astype"), [_]):
             yield "dtype", ast.unparse(a)
         case ast.Call(ast.Attribute(_, name), [a, *_]) if name in COLLECTIVES:

@@ -144,6 +144,7 @@ def test_numbers_in_a_tree_that_is_no_module_are_asked_about(look):
         look({"gain": 2.0, "w": jnp.ones((2, 2))})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_threshold_set_in_an_nnx_optimizer_stays_a_variable(is_wrapped):
     """The next step obeys it and is not compiled again; checkpoints keep it."""

@@ -32,7 +32,7 @@ MANY = 4
 
 
 class Slots(NamedTuple):
-    """The matrices of a stack lie in consecutive slots, and each device has some slots.
+    """The matrices of a stack are in consecutive slots; each device has some slots.
 
     Device `i` iterates what is in slots `i * slots` to `(i + 1) * slots`.
     """

@@ -1,5 +1,6 @@
-"""What is known of a model: its matrices, labels and attention layers; and statistics.
+"""The knowledge of a model: its matrices, labels and attention layers; and statistics.
 
 In: the user's arguments and a tree of params, or of statistics. Out: the verdict on
-each leaf, layers, and statistics by their path. Imports only `_parameters`.
+each leaf, layers, and statistics by their path. Imports `_parameters`, and what is
+below it.
 """

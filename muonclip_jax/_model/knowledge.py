@@ -1,4 +1,4 @@
-"""What is known of a model: by its reading or by names, and by the user's arguments.
+"""The knowledge of a model: by its reading or by names, and by the user's arguments.
 
 The arguments `model`, `attention`, `dimension_numbers` and `per_head` become one
 `Knowledge`, which answers every question about a tree of params: which leaves are

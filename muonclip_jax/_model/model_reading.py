@@ -18,7 +18,7 @@ from .shares import scaled_leaves
 
 
 class LayerRead(NamedTuple):
-    """What a reading keeps of an attention layer: a value, without its equations."""
+    """An attention layer as a reading keeps it: a value, without its equations."""
 
     path: paths.Path
     layer: AttentionLayer | None

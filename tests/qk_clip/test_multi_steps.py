@@ -320,7 +320,7 @@ def test_a_state_of_another_optimizer():
     [(-jnp.inf, -jnp.inf), (jnp.inf, 5.0), (jnp.nan, 5.0), (5.0, jnp.nan)],
 )
 def test_micro_batches_count_a_head_whose_logit_is_not_finite(first, second):
-    """That of one that sees no key is -inf, which is not the same as no logit yet."""
+    """A head that sees no key has -inf, which is not the same as no logit yet."""
     odd, even = (stats([x, 400.0], [90.0, 90.0]) for x in (first, second))
     tx = mc.multi_steps(mc.muonclip(1e-2), 2)
     state = tx.init(PARAMS)

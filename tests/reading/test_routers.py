@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import few
 from jax.sharding import PartitionSpec as P
+from written_out import normed
 
 import muonclip_jax as mc
 
@@ -30,10 +31,6 @@ def forms(**variants: dict[str, Any]):
         return form
 
     return register
-
-
-def norm(x):
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
 
 
 def applied(p, x):
@@ -365,7 +362,7 @@ def read(
     shapes,
     *,
     way="",
-    between=norm,
+    between=normed,
     dtype=jnp.float32,
     slopes=False,
     is_embedded=True,
@@ -490,7 +487,7 @@ def test_slots_of_soft_experts_are_a_router(order):
 
 
 def test_layers_that_differ_at_one_line_are_asked_about():
-    """What seems a router in one layer and a matrix in the next may be read wrong."""
+    """A router in one layer that is a matrix in the next may be read wrong."""
 
     def loss(params, x):
         for i, p in enumerate(params["layers"]):
