@@ -8,7 +8,7 @@ array per layer would need as many as there are layers.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ from .._model.bound_layer import BoundLayer, LeafInRole
 from .._model.knowledge import Knowledge
 from .._model.shares import clipped_together, scaled_leaves, Share
 from .._model.statistics import largest, read_attention_stats, STATISTIC
-from .._options import check_number, POSITIVE
-from .._parameters.paths import is_masked, Path, show, show_all, show_module, split
+from .._parameters.paths import is_masked, Path, show, show_all, split
+from .rule import ClipRule
 
 
 _HOW_TO_RECORD = (
@@ -180,13 +180,13 @@ class Heads:
         return _to_row([found[layer] for layer in self.layers])
 
     def clip(
-        self, attention_stats: Any, threshold: Any, alpha: Any, at: Callable[[Any], Any]
+        self, attention_stats: Any, rule: ClipRule
     ) -> tuple[jax.Array, jax.Array, dict[Path, jax.Array]]:
         """Returns the row of logits, the row of gamma, and the scale of each leaf."""
         # Otherwise XLA would shard the row and all that follows like the heads.
         logits = replicated(self.read(attention_stats), self._layout.mesh)
-        gamma = self.joint(gammas(logits, self.thresholds(threshold, at)))
-        return logits, gamma, self.scales(gamma, at(alpha))
+        gamma = self.joint(rule.gamma(logits, self.thresholds(rule)))
+        return logits, gamma, self.scales(rule.powers(gamma))
 
     def check_state(self, row: jax.Array) -> None:
         """Raises if a row of the state does not have all heads."""
@@ -207,31 +207,9 @@ class Heads:
         """Returns an array `(*stack, heads)` for each layer."""
         return _divide(row, {layer: layer.shape for layer in self.layers})
 
-    def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-        """Returns the threshold of each head; `at` gives a schedule's value now.
-
-        A stack may have one number for each of its layers.
-        """
-        rows = []
-        for layer in self.layers:
-            name, own = f"layer '{show_module(layer.path)}'", layer.threshold
-            if own is not None:
-                kinds = "an array", "a schedule"
-                own = check_number(f"threshold of {name}", own, POSITIVE, *kinds)
-            threshold = at(default if own is None else own)
-            if not isinstance(threshold, jax.Array):
-                # Infinity only watches; `jax_debug_infs` needs a finite number.
-                threshold = np.minimum(threshold, np.finfo(np.float32).max)
-            threshold = jnp.asarray(threshold, jnp.float32)
-            stack = layer.shape[:-1]
-            if threshold.shape not in ((), stack):
-                raise ValueError(
-                    f"threshold of shape {threshold.shape} does not fit the {name}: "
-                    "expected one number"
-                    + (f", or one for each of its layers, {stack}" if stack else "")
-                )
-            rows.append(jnp.broadcast_to(threshold[..., None], layer.shape))
-        return _to_row(rows)
+    def thresholds(self, rule: ClipRule) -> jax.Array:
+        """Returns the row of thresholds."""
+        return _to_row([rule.threshold_of(layer) for layer in self.layers])
 
     def joint(self, gamma: jax.Array) -> jax.Array:
         """Gives heads that can only be scaled together their smallest gamma."""
@@ -241,19 +219,11 @@ class Heads:
             return gamma
         return jnp.ones_like(gamma).at[first].min(gamma)[first]
 
-    def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
-        """Returns the scale of each leaf, as an array that broadcasts to it."""
-        # A logit is bilinear in the weights of query and key, biases included. Both
-        # factors, gamma to the power of each share, multiply to gamma, since the powers
-        # add up to 1 for any alpha. S becomes gamma * S = tau.
-        # A schedule outside [0, 1] would undo the clip, and NaN would destroy weights.
-        alpha = jnp.where(alpha > 0, jnp.minimum(alpha, 1), 0)
-        rows = {
-            "alpha": gamma**alpha,
-            "rest": gamma ** (1 - alpha),
-            "half": jnp.sqrt(gamma),
-            "whole": gamma,
-        }
+    def scales(self, rows: Mapping[Share, jax.Array]) -> dict[Path, jax.Array]:
+        """Returns the scale of each leaf, as an array that broadcasts to it.
+
+        `rows` are gamma to the power of each share.
+        """
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
         for use, share in self._scaled:
@@ -339,21 +309,6 @@ class Heads:
                 f"the statistics {show_all(strays)} match no query and key in the "
                 f"params; the attention layers are {known or none}"
             )
-
-
-def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
-    """Returns `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
-
-    No scaling reaches a threshold of 0 or below, as of a schedule: it clips nothing.
-    """
-    threshold = jnp.asarray(threshold, jnp.float32)
-    # An infinite S would make gamma 0 and the head dead for good; a NaN would spread to
-    # all its weights. Both come from an overflow in the forward pass, not from the size
-    # of the weights, so such heads are counted and not scaled.
-    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
-    # Not tau / max(S, tau): on a device that multiplies by a reciprocal, tau / tau may
-    # differ from 1, and only an exact 1 keeps the bits of a head under the threshold.
-    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
 
 
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:

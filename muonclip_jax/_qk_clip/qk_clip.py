@@ -10,7 +10,6 @@ finite statistic stays.
 
 from __future__ import annotations  # help() shows aliases by name
 
-import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
@@ -29,10 +27,11 @@ from .._model.attention_layers import Attention
 from .._model.knowledge import knowledge_of
 from .._model.model_reading import ModelReading
 from .._model.statistics import read_attention_stats
-from .._options import check_first, check_number, check_state, POSITIVE, SHARE
+from .._options import check_state
 from .._parameters.fit import check_fit, check_params
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
+from .rule import ClipRule
 
 
 Params = TypeVar("Params")
@@ -164,18 +163,15 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    threshold = check_number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    alpha = check_number("alpha", alpha, SHARE, "a schedule")
+    rule = ClipRule.checked(threshold, alpha)
     known = knowledge_of(model, attention)
-    only_watches = _only_watches(threshold)
-    known.check_clippable(only_watches)
+    known.check_clippable(rule.only_watches)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, known, only_watches)
-        at = functools.partial(_at, step=np.int32(0))
-        check_first("threshold", heads.thresholds(threshold, at), POSITIVE)
-        check_first("alpha", at(alpha), SHARE)
+        heads = Heads(layout, known, rule.only_watches)
+        first = rule.at(np.int32(0))
+        first.check_first(heads.thresholds(first))
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), UNKNOWN, jnp.float32),
@@ -199,10 +195,9 @@ def qk_clip(
         check_fit(updates, params, "update")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
-        heads = Heads(layout, known, only_watches)
+        heads = Heads(layout, known, rule.only_watches)
         heads.check_state(state.gamma)
-        at = functools.partial(_at, step=state.step)
-        logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
+        logits, gamma, scale_at = heads.clip(attention_stats, rule.at(state.step))
         param_at = layout.tree.by_path()
         scaled = [
             _scale_update(x, param_at[path], scale_at[path]) if path in scale_at else x
@@ -244,12 +239,7 @@ def clip_qk(
 
     - `params`: params after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
-    - `threshold`: as for [`qk_clip`][], but not a schedule.
-    - `alpha`: as for [`qk_clip`][], but not a schedule.
-    - `model`: as for [`qk_clip`][].
-    - `attention`: as for [`qk_clip`][].
-    - `shardings`: as for [`qk_clip`][].
-    - `axis_name`: as for [`qk_clip`][].
+    - all others: as for [`qk_clip`][], but no schedules.
 
     **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
     under the threshold keep their values bit for bit.
@@ -270,8 +260,7 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    threshold = check_number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    check_number("alpha", alpha, SHARE, "a schedule")
+    rule = ClipRule.checked(threshold, alpha)
     check_params("clip_qk(params, attention_stats)", params)
     if swapped := read_attention_stats(params):
         raise ValueError(
@@ -281,20 +270,14 @@ def clip_qk(
     known = knowledge_of(model, attention)
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
-    known.check_clippable(only_watches := _only_watches(threshold))
-    heads = Heads(layout, known, only_watches)
-    *_, scale_at = heads.clip(attention_stats, threshold, alpha, _at)
+    known.check_clippable(rule.only_watches)
+    heads = Heads(layout, known, rule.only_watches)
+    *_, scale_at = heads.clip(attention_stats, rule)
     scaled = [
         _scale_weight(x, scale_at[path]) if path in scale_at else x
         for path, x, *_ in layout.leaves
     ]
     return layout.tree.unflatten(scaled)
-
-
-def _only_watches(threshold: Any) -> bool:
-    """Whether nothing is to be clipped; a schedule and a traced number may be any."""
-    is_known = not (callable(threshold) or isinstance(threshold, Tracer))
-    return is_known and bool(np.isinf(np.asarray(threshold)).all())
 
 
 def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
@@ -335,12 +318,3 @@ def _sharded_as(param: jax.Array, scale: jax.Array) -> jax.Array:
     spec = explicit_spec(param)
     is_cut = scale.shape == param.shape and any(spec)
     return resharded(scale, spec, like=param) if is_cut else scale
-
-
-def _at(value: Any, step: Any = None) -> Any:
-    if callable(value) and step is None:
-        raise ValueError(
-            "clip_qk does not count steps, so it takes no schedule: pass the value of "
-            "this step"
-        )
-    return value(step) if callable(value) else value
