@@ -51,8 +51,8 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _likely(function: str, unknown: str, own: list[str]) -> str:
-    if close := difflib.get_close_matches(unknown, own, 1):
+def _likely(function: str, unknown: str, arguments: list[str]) -> str:
+    if close := difflib.get_close_matches(unknown, arguments, 1):
         return f"; did you mean '{close[0]}'?"
     every = {name: [*of] for name, of in _public() if name != function}
     if takers := [name for name, names in every.items() if unknown in names]:
@@ -60,7 +60,7 @@ def _likely(function: str, unknown: str, own: list[str]) -> str:
     others = {x: name for name, names in every.items() for x in names}
     if close := difflib.get_close_matches(unknown, others, 1, 0.75):
         return f"; did you mean '{close[0]}' of {others[close[0]]}?"
-    return f"; it has {', '.join(own)}"
+    return f"; it has {', '.join(arguments)}"
 
 
 def _public() -> Iterator[tuple[str, Any]]:

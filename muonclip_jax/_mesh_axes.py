@@ -134,11 +134,11 @@ def resharded(
     x: jax.Array, spec: PartitionSpec, like: jax.Array | None = None
 ) -> jax.Array:
     """An array as explicit axes cut it by `spec`, on its own mesh or that of `like`."""
-    own = jax.typeof(x).sharding
+    sharding = jax.typeof(x).sharding
     # Without explicit axes there may be no mesh at all to name.
-    if not any(own.spec) and not any(spec):
+    if not any(sharding.spec) and not any(spec):
         return x
-    mesh = own.mesh if like is None else jax.typeof(like).sharding.mesh
+    mesh = sharding.mesh if like is None else jax.typeof(like).sharding.mesh
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 

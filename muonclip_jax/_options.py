@@ -108,13 +108,13 @@ def check_whole_number(name: str, value: Any, least: int | None = None) -> int:
         if isinstance(value, bool | np.bool_):
             raise TypeError  # though it has an index
         # NumPy's integers and scalars of JAX have one, floats such as 5.0 have none.
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         known = ", known when tracing" if isinstance(value, Tracer) else ""
         raise ValueError(f"{name} must be {kind}{known}, got {shown(value)}") from None
-    if least is not None and found < least:
-        raise ValueError(f"{name} must be at least {least}, got {found}")
-    return found
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -142,15 +142,15 @@ def check_float_dtype(name: str, value: Any, also: str | None = None) -> Any:
             f"calls a type as a schedule, unless it is given static_args=({name!r},)"
         )
     try:
-        found = jnp.dtype(value)
+        dtype = jnp.dtype(value)
     except (TypeError, ValueError):
-        found = None
-    if found is None or found.name not in (*FLOATS, also):
+        dtype = None
+    if dtype is None or dtype.name not in (*FLOATS, also):
         known = " or ".join(filter(None, (", ".join(FLOATS), also, "None")))
         raise ValueError(
             f"{name} must be a float dtype, one of {known}; got {shown(value)}"
         )
-    return found
+    return dtype
 
 
 def is_float(dtype: Any) -> bool:

@@ -110,18 +110,18 @@ def scalars(
     call = "scalars(opt_state, params)"
     check_params(call, params)
     known = knowledge_of(model, attention, dimension_numbers)
-    params, found = paths.params_of(params), {}
+    params, numbers = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
-        own = Heads(layout, known, only_watches=True)
-        if own.count != clip.gamma.size and model is not None and attention is None:
+        row = Heads(layout, known, only_watches=True)
+        if row.count != clip.gamma.size and model is not None and attention is None:
             # An optimizer that was given the layers to clip does not watch others.
-            own = Heads(layout, known._replace(attention=model.attention))
-        found |= _of_heads(clip, own, check_flag("heads", heads))
+            row = Heads(layout, known._replace(attention=model.attention))
+        numbers |= _of_heads(clip, row, check_flag("heads", heads))
     elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
         got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
         raise ValueError(f"scalars needs a state, got {got}: call {call}")
-    found |= _hyperparams(opt_state)
+    numbers |= _hyperparams(opt_state)
     tree = paths.flatten(params)
     labels = tree.unflatten(known.labels(tree))
     for kind, leaves in (("param_norm", params), ("update_norm", updates)):
@@ -136,18 +136,18 @@ def scalars(
             if not paths.is_masked(leaf) and not paths.is_masked(label):
                 wide = jnp.abs(jnp.asarray(leaf)).astype(jnp.float32)
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
-        found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
+        numbers |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
     # Python's own, which loggers and JSON take; an array would stay on its device.
-    numbers: dict[str, Any] = {}
-    for name, x in found.items():
+    logged: dict[str, Any] = {}
+    for name, x in numbers.items():
         if not isinstance(x, Tracer):
             x = np.asarray(x).item()
             if np.isfinite(x) and x != UNKNOWN:
-                numbers[name] = x
+                logged[name] = x
         else:
             is_logit = name.startswith("max_logit")
-            numbers[name] = jnp.where(x == UNKNOWN, -jnp.inf, x) if is_logit else x
-    return numbers
+            logged[name] = jnp.where(x == UNKNOWN, -jnp.inf, x) if is_logit else x
+    return logged
 
 
 def _of_heads(state: QKClipState, heads: Heads, each: bool) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _of_heads(state: QKClipState, heads: Heads, each: bool) -> dict[str, Any]:
             f"{heads.count}; pass the same params, model= and attention= as to init"
         )
     count = max(1, heads.count)
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "max_logit": state.max_logit,
         "num_clipped": state.num_clipped,
         "num_nonfinite": state.num_nonfinite,
@@ -174,23 +174,23 @@ def _of_heads(state: QKClipState, heads: Heads, each: bool) -> dict[str, Any]:
             if kind == "max_logit":
                 # As of all: a head that overflowed is counted, and hides no other.
                 finite = jnp.isfinite(x)
-                found[name] = jnp.max(x, initial=UNKNOWN, where=finite)
+                numbers[name] = jnp.max(x, initial=UNKNOWN, where=finite)
             # At once, or every number would be fetched from the device by itself.
             x = x if isinstance(x, Tracer) else np.asarray(x)
             for *stack, head in np.ndindex(x.shape) if each else ():
-                at = "/".join([name, *map(str, stack), f"head_{head}"])
-                found[at] = x[(*stack, head)]
-    return found
+                name_of_head = "/".join([name, *map(str, stack), f"head_{head}"])
+                numbers[name_of_head] = x[(*stack, head)]
+    return numbers
 
 
 def _clip_state(opt_state: Any) -> QKClipState | None:
-    found = states_in(opt_state, QKClipState)
-    if not found:
+    states = states_in(opt_state, QKClipState)
+    if not states:
         return None
-    if len(found) > 1:
+    if len(states) > 1:
         raise ValueError(
-            f"the optimizer has {len(found)} qk_clip states, expected one: each scales "
-            "what another has scaled. mc.muonclip has a qk_clip of its own"
+            f"the optimizer has {len(states)} qk_clip states, expected one: each "
+            "scales what another has scaled. mc.muonclip has a qk_clip of its own"
         )
     if _is_before_muon(opt_state):
         warnings.warn(
@@ -210,7 +210,7 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
             stacklevel=3,
         )
     # An `nnx.Optimizer` holds variables in place of arrays.
-    return QKClipState(*map(jnp.asarray, found[0]))
+    return QKClipState(*map(jnp.asarray, states[0]))
 
 
 def _is_before_muon(opt_state: Any) -> bool:
@@ -231,7 +231,7 @@ def _is_before_muon(opt_state: Any) -> bool:
 
 def _hyperparams(opt_state: Any) -> dict[str, Any]:
     """The numbers of every `optax.inject_hyperparams`, each under a name of its own."""
-    found = [
+    states = [
         (at[:-1], numbers)
         for at, numbers in optax.tree_utils.tree_get_all_with_path(
             opt_state, "hyperparams", lambda at, _: "Inject" in str(at[-1])
@@ -239,15 +239,15 @@ def _hyperparams(opt_state: Any) -> dict[str, Any]:
     ]
     # Keys and places alone, as a reader knows them from the optimizer, unless two
     # states differ in a field of some state; and from where the ways part.
-    known = [tuple(_name(k) for k in at if not _is_field(k)) for at, _ in found]
-    if len(set(known)) < len(found):
-        known = [tuple(map(_name, at)) for at, _ in found]
-    levels = zip(*known, strict=False)
+    places = [tuple(_name(k) for k in at if not _is_field(k)) for at, _ in states]
+    if len(set(places)) < len(states):
+        places = [tuple(map(_name, at)) for at, _ in states]
+    levels = zip(*places, strict=False)
     alike = len([*itertools.takewhile(lambda x: len(set(x)) == 1, levels)])
     # An `nnx.Optimizer` holds variables in place of arrays.
     return {
-        "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)
-        for at, (_, numbers) in zip(known, found, strict=True)
+        "/".join(["hyperparams", *place[alike:], name]): jnp.asarray(value)
+        for place, (_, numbers) in zip(places, states, strict=True)
         for name, value in numbers.items()
         if np.ndim(value) == 0
     }

@@ -59,8 +59,8 @@ def leaf_table(
             ("QK-Clip does not act on attention without a softmax", without_softmax),
         ):
             # The path of a layer is the first word.
-            own = shown([line.partition(" ") for line in lines])
-            left_alone += [[heading, *map("".join, own)]] if own else []
+            listed = shown([line.partition(" ") for line in lines])
+            left_alone += [[heading, *map("".join, listed)]] if listed else []
         if not left_alone and not model.attention:
             left_alone = [["no attention was found"]]
     return Table.of([rows[0], *shown(rows[1:])], [*blocks, *left_alone])
@@ -90,15 +90,15 @@ def _collapsed_at(rows: Sequence[Row], place: int) -> list[Row]:
     counted: dict[str, set[str]] = {}
     for before, number, _ in cut:
         counted.setdefault(before, set()).add(number)
-    found: dict[tuple[str, ...], list[int]] = {}
+    numbers_of: dict[tuple[str, ...], list[int]] = {}
     for (before, number, after), (path, *cells) in zip(cut, rows, strict=True):
         is_counter = before[-1:] in ("", "/", "_") or len(counted[before]) >= _MANY
         if number and is_counter:
-            found.setdefault((before, after, *cells), []).append(int(number))
+            numbers_of.setdefault((before, after, *cells), []).append(int(number))
         else:
-            found[path, "", *cells] = []
+            numbers_of[path, "", *cells] = []
     joined: list[Row] = []
-    for (before, after, *cells), numbers in found.items():
+    for (before, after, *cells), numbers in numbers_of.items():
         # Runs without a gap: number minus position is the same for all of one.
         runs: dict[int, list[int]] = {}
         for i, number in enumerate(sorted(numbers)):

@@ -76,16 +76,16 @@ class Heads:
         of_path = {"/".join(x.path): x for x in read}
         in_sight = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
-            own = [layer.path_of(leaf) for leaf in layer.leaves]
-            hidden = [path for path in own if path not in in_sight]
+            leaves = [layer.path_of(leaf) for leaf in layer.leaves]
+            hidden = [path for path in leaves if path not in in_sight]
             made = of_path.get(layer.path)
             trained = [x for x in made.makers if x in in_sight] if made else []
-            if own and not hidden:
+            if leaves and not hidden:
                 self._add(layer, leaf_at)
-            elif made and made.shape and trained and (only_watches or not own):
+            elif made and made.shape and trained and (only_watches or not leaves):
                 bare = layer._replace(query=(), key=(), rotary_query=())
                 self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
-            elif 0 < len(hidden) < len(own):  # a mask may hide only whole layers
+            elif 0 < len(hidden) < len(leaves):  # a mask may hide only whole layers
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
                     f"attention layer '{show_layer(layer)}': a mask hides them, or "
@@ -95,7 +95,7 @@ class Heads:
                     "mc.muon, which does not clip. To clip frozen params, too, use "
                     "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
-            elif trained and own:
+            elif trained and leaves:
                 # The logits still grow, and nothing that is left can scale them.
                 raise ValueError(
                     f"QK-Clip cannot act on attention layer '{show_layer(layer)}': the "
@@ -139,9 +139,9 @@ class Heads:
             )
         if isinstance(attention_stats, Combined):
             # `multi_steps` may have layers that a mask around `qk_clip` hides.
-            found = attention_stats.of_layers
-            self._check_matched(found)
-            return _to_row([self._checked(layer, found)[0] for layer in self.layers])
+            stats = attention_stats.of_layers
+            self._check_matched(stats)
+            return _to_row([self._checked(layer, stats)[0] for layer in self.layers])
         row = self._whole_row(read_attention_stats(attention_stats))
         # The state must be the same on all devices. Otherwise the out_specs of
         # shard_map would raise an error far from here.
@@ -166,7 +166,7 @@ class Heads:
             axes = shared if layer.is_shared else replicas
             over = tuple(axis for axis in axes if axis not in cut_axes(spec))
             groups.setdefault(over, {})[layer] = x, spec
-        found: dict[BoundLayer, jax.Array] = {}
+        maxima: dict[BoundLayer, jax.Array] = {}
         # One collective for all layers with the same axes.
         for axes, group in groups.items():
             row = _to_row([x for x, _ in group.values()])
@@ -176,8 +176,8 @@ class Heads:
                 # drop it. As infinity it survives, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
             parts = _divide(row, {layer: x.shape for layer, (x, _) in group.items()})
-            found |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}
-        return _to_row([found[layer] for layer in self.layers])
+            maxima |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}
+        return _to_row([maxima[layer] for layer in self.layers])
 
     def clip(
         self, attention_stats: Any, rule: ClipRule
