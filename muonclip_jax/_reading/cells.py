@@ -167,8 +167,8 @@ def agreed(every: Sequence[Rows], cells: Cells) -> np.ndarray | None:
     deepest = max((x.trips for x in every), key=np.ndim, default=none)
     for x in every:
         depth = x.trips.ndim
-        own = np.bitwise_or.reduce(deepest, axis=tuple(range(depth, deepest.ndim)))
-        if deepest.shape[:depth] != x.trips.shape or (own != x.trips).any():
+        trips = np.bitwise_or.reduce(deepest, axis=tuple(range(depth, deepest.ndim)))
+        if deepest.shape[:depth] != x.trips.shape or (trips != x.trips).any():
             return None
     return deepest
 
@@ -184,12 +184,12 @@ def places(trips: np.ndarray) -> np.ndarray:
     return np.array(whole).reshape((*trips.shape, most))
 
 
-def varied_loops(found: Sum, loops: Sequence[Lead]) -> list[Lead]:
+def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
     """Returns the loops whose trips have entries of parameters of their own.
 
     The marks of factors are those of heads, then those of each loop.
     """
-    factors = [f for s in found for f in s.factors]
+    factors = [f for s in summands for f in s.factors]
     trips = [union(distinct(numbered(1, 0, x.size))) for x in loops]
     return [
         loop
@@ -198,21 +198,21 @@ def varied_loops(found: Sum, loops: Sequence[Lead]) -> list[Lead]:
     ]
 
 
-def classes(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
+def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
     """Returns the classes of cells in which the same summands are.
 
     The marks of factors are those of heads, then those of trips, if there are loops.
     """
-    every = [_cells_of(s, trips, heads) for found in sums for s in found]
+    every = [_cells_of(s, trips, heads) for summands in sums for s in summands]
     groups: dict[tuple[int, ...], int] = {}
     for t, rows in enumerate(zip(*every, strict=True) if every else ()):
         groups[rows] = groups.get(rows, 0) | 1 << t
-    found: dict[Any, int] = {}
-    for rows, own in groups.items():
+    trips_of: dict[Any, int] = {}
+    for rows, same_trips in groups.items():
         for part in _divided((1 << heads) - 1, rows):
             key = part, tuple(bool(row & part) for row in rows)
-            found[key] = found.get(key, 0) | own
-    return [Cells(own, part) for (part, _), own in found.items()] or [
+            trips_of[key] = trips_of.get(key, 0) | same_trips
+    return [Cells(same_trips, part) for (part, _), same_trips in trips_of.items()] or [
         Cells(trips.all, (1 << heads) - 1)
     ]
 
@@ -232,25 +232,34 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
     of kernels that are put together, it is where one of them is.
     """
     rows = [(1 << heads) - 1] * trips.number
-    own = [_cells_of_factor(f, trips) for f in summand.linear or summand.factors]
+    factor_rows = [
+        _cells_of_factor(f, trips) for f in summand.linear or summand.factors
+    ]
     if summand.linear:
-        return [functools.reduce(operator.and_, of) for of in zip(*own, strict=True)]
-    return [union(of) for of in zip(*own, strict=True)] if own else rows
+        return [
+            functools.reduce(operator.and_, row)
+            for row in zip(*factor_rows, strict=True)
+        ]
+    return (
+        [union(row) for row in zip(*factor_rows, strict=True)] if factor_rows else rows
+    )
 
 
 def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
     heads, *of_trips = factor.all_marks
     if not of_trips:
         return [union(distinct(heads))] * trips.number
-    pairs: dict[int, int] = {}
+    heads_of: dict[int, int] = {}
     if any(a > 1 < b for a, b in zip(heads.shape, of_trips[0].shape, strict=True)):
         both = np.broadcast_arrays(of_trips[0], heads)
-        for own, head in {*zip(*(x.ravel().tolist() for x in both), strict=True)}:
-            pairs[own] = pairs.get(own, 0) | head
+        for trip_mark, head_mark in {
+            *zip(*(x.ravel().tolist() for x in both), strict=True)
+        }:
+            heads_of[trip_mark] = heads_of.get(trip_mark, 0) | head_mark
     else:
-        pairs = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))
+        heads_of = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))
     rows = [0] * trips.number
-    for own, head in pairs.items():
-        for t in members(own) if head else ():
-            rows[t] |= head
+    for trip_mark, head_mark in heads_of.items():
+        for t in members(trip_mark) if head_mark else ():
+            rows[t] |= head_mark
     return rows

@@ -47,14 +47,14 @@ class Facts(Forward[Fact]):
         return DATA if fact.is_slope else fact
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
-        found = super().inputs(eqn)
+        facts = super().inputs(eqn)
         if self.has_slopes and not eqn.is_slope:
-            return [*map(seen, found)]
-        return found
+            return [*map(seen, facts)]
+        return facts
 
     def _unused(self) -> list[Fact]:
         """Returns the facts of values that a loss does not use, but differentiates."""
-        found: list[Fact] = []
+        facts: list[Fact] = []
         frames = [self.graph.top]
         for frame in frames:
             frames += (inner for eqn in frame.live for inner in eqn.inside)
@@ -63,9 +63,9 @@ class Facts(Forward[Fact]):
                 continue
             used = {id(x.var) for eqn in frame.live for x in eqn.inputs()}
             used |= {id(x.var) for x in frame.outputs}
-            made = (x for eqn in eqns for x in eqn.outputs() if id(x.var) not in used)
-            found += [self.of(x) for x in made if self.of(x).leaves]
-        return found
+            unused = (x for eqn in eqns for x in eqn.outputs() if id(x.var) not in used)
+            facts += [self.of(x) for x in unused if self.of(x).leaves]
+        return facts
 
     def event(self, eqn: Eqn) -> int:
         """Returns the bit of an event; 0 for other equations."""
@@ -77,13 +77,13 @@ class Facts(Forward[Fact]):
 
     @functools.cached_property
     def _meetings(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+        meetings: dict[int, int] = {}
         for eqn, event in self._events.items():
             for parameter in members(
                 union(x.leaves for x in self.inputs(eqn) if x.is_weight)
             ):
-                found[parameter] = found.get(parameter, 0) | event
-        return found
+                meetings[parameter] = meetings.get(parameter, 0) | event
+        return meetings
 
     def upstream(self, event: int) -> int:
         """Returns the events that the operands of an event depend on."""
@@ -134,8 +134,8 @@ class Facts(Forward[Fact]):
             self.choosing |= value.unstopped
             value = value._replace(trained=0)
         elif eqn.kind is Kind.ORDER:  # what is sorted by keys has no gradient for them
-            by = self.inputs(eqn)[eqn.outputs().index(atom)]
-            value = value._replace(trained=by.trained)
+            operand = self.inputs(eqn)[eqn.outputs().index(atom)]
+            value = value._replace(trained=operand.trained)
         if value.is_deep and eqn.is_slope:
             self.has_slopes = True
             self.sloped |= value.trained
@@ -277,12 +277,12 @@ class Facts(Forward[Fact]):
 
     def _picked(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
-        of, past = inputs[0], union(x.past for x in inputs)
+        table, past = inputs[0], union(x.past for x in inputs)
         if eqn.name == "dynamic_slice" or not _is_row(eqn):
-            return of._replace(past=past)
+            return table._replace(past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
-        return self._register_event(eqn, of)._replace(is_deep=True, is_spread=False)
+        return self._register_event(eqn, table)._replace(is_deep=True, is_spread=False)
 
     def _is_shift(self, eqn: Eqn, inputs: list[Fact]) -> bool:
         """Whether data is added to a weight, or multiplied with each of its entries.
@@ -349,17 +349,17 @@ class Facts(Forward[Fact]):
         if a == b or not (is_after or is_before):
             return out
         first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
-        own = (b, a)[bool(is_after)]
+        writers = (b, a)[bool(is_after)]
         # The norm in a distance is one number for all outputs, possibly after a
         # parameter was added to it. Then no layer made the earlier summand.
         graph = self.graph
-        made = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
-        parts = [x for of in made for x in of.inputs() if self.of(x).is_deep] or [first]
+        sums = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
+        parts = [x for of in sums for x in of.inputs() if self.of(x).is_deep] or [first]
         is_one = (
             x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
             for x in parts
         )
-        return out._replace(ends=own if all(is_one) else 0)
+        return out._replace(ends=writers if all(is_one) else 0)
 
     def _total(self, eqn: Eqn, out: Fact) -> Fact:
         """Returns the fact of a sum along dimensions."""
@@ -439,8 +439,8 @@ def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
         return makers(made[0].inputs()[0]) if is_stopped else made
 
     for x, y in (eqn.inputs(), eqn.inputs()[::-1]):
-        for of in makers(y):
-            rows, *less = of.inputs() if of.kind is Kind.DIFFERENCE else [y]
+        for maker in makers(y):
+            rows, *less = maker.inputs() if maker.kind is Kind.DIFFERENCE else [y]
             if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
                 return True
     return False

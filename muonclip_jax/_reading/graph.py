@@ -211,9 +211,9 @@ class Frame:
 
     def atom(self, var: Any) -> Atom:
         # By identity, since literals have no hash.
-        if (found := self._atoms.get(id(var))) is None:
-            found = self._atoms[id(var)] = Atom(self, var)
-        return found
+        if (atom := self._atoms.get(id(var))) is None:
+            atom = self._atoms[id(var)] = Atom(self, var)
+        return atom
 
     def equations(self) -> Iterator[Eqn]:
         """Iterates over all live equations; inner frames follow their caller."""
@@ -231,8 +231,8 @@ def _frames_in(eqn: Eqn) -> Iterator[Frame]:
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
         size = _most_trips(loop) if loop.trips is None else loop.trips
-        own = (*lead, Lead(len(lead), eqn.address, size))
-        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), own)
+        inner_lead = (*lead, Lead(len(lead), eqn.address, size))
+        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), inner_lead)
     elif eqn.name == "cond":
         for i, body in enumerate(jaxprs.branches(jaxpr_eqn)):
             yield Frame(body, eqn, "call", map(Outer, inputs[1:]), lead, i)
@@ -243,8 +243,8 @@ def _frames_in(eqn: Eqn) -> Iterator[Frame]:
         if eqn.name == "shard_map":
             sizes = jaxpr_eqn.params["mesh"].shape
             axes = enumerate(jaxprs.manual_in(jaxpr_eqn), len(lead))
-            own = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
-            yield Frame(body, eqn, "mesh", outer, own)
+            inner_lead = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
+            yield Frame(body, eqn, "mesh", outer, inner_lead)
         else:
             yield Frame(body, eqn, "call", outer, lead)
 
@@ -319,23 +319,25 @@ class Graph:
         At each origin `ahead(origin, carried)` returns the operands to follow and what
         to carry to each. No recursion: a residual stream goes through all layers.
         """
-        known: set[Any] = set()
-        places = [(atom, all_marks, frozenset(), carried)] if all_marks else []
-        while places:
-            atom, all_marks, seen, carried = places.pop()
+        visited: set[Any] = set()
+        pending = [(atom, all_marks, frozenset(), carried)] if all_marks else []
+        while pending:
+            atom, all_marks, seen, carried = pending.pop()
             for origin in self.origins(atom, all_marks, seen):
                 if (eqn := origin.eqn) is None:
                     ahead(origin, carried)
                     continue
                 key = eqn, origin.k, *map(key_of, origin.all_marks)
-                if key in known:
+                if key in visited:
                     continue
-                known.add(key)
-                by = dict(ahead(origin, carried))
-                for i, move in moves(eqn, origin.k) if by else ():
-                    if i in by:
-                        own = tuple(map(move, origin.all_marks))
-                        places.append((eqn.inputs()[i], own, origin.seen, by[i]))
+                visited.add(key)
+                followed = dict(ahead(origin, carried))
+                for i, move in moves(eqn, origin.k) if followed else ():
+                    if i in followed:
+                        operand_marks = tuple(map(move, origin.all_marks))
+                        pending.append(
+                            (eqn.inputs()[i], operand_marks, origin.seen, followed[i])
+                        )
 
     def walk(
         self,
@@ -348,24 +350,24 @@ class Graph:
         `follow(eqn, k)` returns the operands to follow from an equation's `k`-th
         result; without it all are followed.
         """
-        found: list[Origin] = []
+        origins: list[Origin] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            found.append(origin)
+            origins.append(origin)
             if (eqn := origin.eqn) is None:
                 return []
-            own = follow(eqn, origin.k) if follow else range(len(eqn.inputs()))
-            return [(i, None) for i in own]
+            operands = follow(eqn, origin.k) if follow else range(len(eqn.inputs()))
+            return [(i, None) for i in operands]
 
         self.back(atom, all_marks, ahead)
-        return found
+        return origins
 
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""
         if atom in self._copied:
             return self._copied[atom]
         dims = range(len(atom.shape))
-        own = {d for d, n in enumerate(atom.shape) if n == 1}
+        not_copied = {d for d, n in enumerate(atom.shape) if n == 1}
 
         def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
             eqn, back = origin.eqn, []
@@ -375,11 +377,11 @@ class Graph:
             # callers rely on copies, so these must be certain. Nor does what a gather
             # picks: each index has entries of its own.
             if not back or (eqn and eqn.name == "gather"):
-                own.update(d for d in dims if is_varied(origin.all_marks[d]))
+                not_copied.update(d for d in dims if is_varied(origin.all_marks[d]))
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
-        self._copied[atom] = {*dims} - own
+        self._copied[atom] = {*dims} - not_copied
         return self._copied[atom]
 
     def made_by(self, atom: Atom) -> list[Eqn]:
@@ -395,20 +397,20 @@ class Graph:
         if k >= len(inner.outputs):  # a result that the kernel's example does not have
             yield Origin(all_marks, seen, eqn, k)
             return
-        lead, own = len(eqn.frame.lead), all_marks
+        lead, inner_marks = len(eqn.frame.lead), all_marks
         if eqn.name == "cond" and (chosen := eqn.inputs()[0].value) is not None:
             # Each branch runs in the trips that choose it.
             is_run = chosen == inner.branch
-            own = tuple(
+            inner_marks = tuple(
                 only_where(x, is_run.reshape((*is_run.shape, *[1] * (x.ndim - lead))))
                 for x in all_marks
             )
         is_carry = k < len(inner.carried)
         if is_carry:
-            own = tuple(np.expand_dims(x, lead) for x in all_marks)
+            inner_marks = tuple(np.expand_dims(x, lead) for x in all_marks)
         elif inner.kind == "mesh":
-            own = tuple(_onto_devices(x, inner, k) for x in all_marks)
-        yield from self.origins(inner.outputs[k], own, seen)
+            inner_marks = tuple(_onto_devices(x, inner, k) for x in all_marks)
+        yield from self.origins(inner.outputs[k], inner_marks, seen)
         if is_carry:  # a loop without trips returns its initial carry
             start = inner.outer[inner.carried[k]].atom
             yield from self.origins(start, all_marks, seen)
@@ -433,9 +435,9 @@ class Graph:
             key = atom, *map(key_of, all_marks)
             if key in seen:
                 return
-            made = frame.outputs[frame.carried.index(i)]
-            before = tuple(np.expand_dims(x, lead) for x in all_marks)
-            yield from self.origins(made, before, seen | {key})
+            result = frame.outputs[frame.carried.index(i)]
+            trip_marks = tuple(np.expand_dims(x, lead) for x in all_marks)
+            yield from self.origins(result, trip_marks, seen | {key})
         yield from self.origins(outer, all_marks, seen)
 
 
@@ -448,22 +450,22 @@ def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
     lead = len(inner.caller.frame.lead)  # type: ignore
     sizes = {x.of: x.size for x in inner.lead[lead:]}
     cuts = jaxprs.mesh_cuts(eqn, "out", k)
-    view, at, rest = list(marks.shape[:lead]), {}, []
+    shape, axis_of, rest = list(marks.shape[:lead]), {}, []
     for d, n in enumerate(shape_of(eqn.outvars[k])):
         size = marks.shape[lead + d]
         if d in cuts and size > 1:
             for name in cuts[d]:
-                at[name] = len(view)
-                view.append(sizes[name])
+                axis_of[name] = len(shape)
+                shape.append(sizes[name])
             size = n // math.prod(sizes[name] for name in cuts[d])
-        rest.append(len(view))
-        view.append(size)
+        rest.append(len(shape))
+        shape.append(size)
     for name in sizes:
-        if name not in at:
-            at[name] = len(view)
-            view.append(1)
-    order = [*range(lead), *(at[name] for name in sizes), *rest]
-    return small(marks.reshape(view).transpose(order))
+        if name not in axis_of:
+            axis_of[name] = len(shape)
+            shape.append(1)
+    order = [*range(lead), *(axis_of[name] for name in sizes), *rest]
+    return small(marks.reshape(shape).transpose(order))
 
 
 def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
@@ -473,20 +475,20 @@ def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
     cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
     marks = union_along(marks, [x.axis for of, x in devices.items() if of not in named])
-    order, view = list(range(lead)), list(marks.shape[:lead])
+    order, shape = list(range(lead)), list(marks.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
-        own = [devices[name] for name in cuts.get(d, ())]
+        leads = [devices[name] for name in cuts.get(d, ())]
         axis = len(frame.lead) + d
-        axes = [*(x.axis for x in own), axis]
+        axes = [*(x.axis for x in leads), axis]
         if n == 1 and marks.shape[axis] == 2:  # see `dimensions`
-            blocks = math.prod(x.size for x in own)
+            blocks = math.prod(x.size for x in leads)
             marks = np.take(marks, np.arange(blocks) % 2, axis)
-            axes = [*(x.axis for x in own if marks.shape[x.axis] == 1), axis]
-        elif own and any(marks.shape[a] > 1 for a in axes):
-            for x in own:
+            axes = [*(x.axis for x in leads if marks.shape[x.axis] == 1), axis]
+        elif leads and any(marks.shape[a] > 1 for a in axes):
+            for x in leads:
                 marks = full(marks, x.axis, x.size)
             marks = full(marks, axis, n)
         order += axes
-        view.append(math.prod(marks.shape[a] for a in axes))
+        shape.append(math.prod(marks.shape[a] for a in axes))
     order += [a for a in range(marks.ndim) if a not in order]
-    return small(marks.transpose(order).reshape(view))
+    return small(marks.transpose(order).reshape(shape))

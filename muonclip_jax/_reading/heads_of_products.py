@@ -111,11 +111,13 @@ def _axes_of(
         for i in order if not chosen else ():
             makers = [*_makers(scaling, product, i, all_marks, stops)]
             covered = [_covered(makers, j) for j in range(len(sizes))]
-            either = {*sizes} - product.free[i] - loops
-            found = [(f, _along(sizes, loops, either, covered, f)) for f in makers]
-            of_kernels = [axes for f, axes in found if f.is_kernel]
-            known = of_kernels or [axes - product.free[i] for _, axes in found]
-            chosen |= set.intersection(*known) if known else set()
+            shared = {*sizes} - product.free[i] - loops
+            by_factor = [(f, _along(sizes, loops, shared, covered, f)) for f in makers]
+            of_kernels = [axes for f, axes in by_factor if f.is_kernel]
+            axes_of_each = of_kernels or [
+                axes - product.free[i] for _, axes in by_factor
+            ]
+            chosen |= set.intersection(*axes_of_each) if axes_of_each else set()
     return sorted(chosen)
 
 
@@ -134,8 +136,8 @@ def _classes(
             makers = [*_makers(scaling, product, i, (marks,), stops)]
             for f in makers:
                 if is_apart(f.all_marks[0], _covered(makers, 0)):
-                    of = sorted(distinct(f.all_marks[0]))
-                    signs += [bits_of(mark, count) for mark in of]
+                    masks = sorted(distinct(f.all_marks[0]))
+                    signs += [bits_of(mark, count) for mark in masks]
     if not signs:
         return [0] * count
     columns = map(bytes, np.stack(signs).T.astype(np.uint8))
@@ -164,20 +166,20 @@ def _makers(
     def is_last(kernel: AllMarks, _: AllMarks) -> bool:
         return not over or is_near(kernel)
 
-    own = *(product.side(i, x) for x in all_marks), *over, *trips
-    for s in scaling.of(atom, own, is_last if stops else never, deepest=1):
+    operand_marks = *(product.side(i, x) for x in all_marks), *over, *trips
+    for s in scaling.of(atom, operand_marks, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
-        made = [f for f in kernels if is_near(f.all_marks)]
-        near = [f for f in s.factors if is_near(f.all_marks)] if made else []
+        near_kernels = [f for f in kernels if is_near(f.all_marks)]
+        near = [f for f in s.factors if is_near(f.all_marks)] if near_kernels else []
         apart = [f for f in near if any(map(is_varied, f.all_marks[: of_over.start]))]
         apart.sort(key=lambda f: not f.is_kernel)  # a kernel before its bias
-        yield from (apart or made or kernels or s.factors)[:1]
+        yield from (apart or near_kernels or kernels or s.factors)[:1]
 
 
 def _along(
     axes: dict[int, int],
     loops: set[int],
-    either: set[int],
+    shared: set[int],
     covered: Sequence[int],
     factor: Factor,
 ) -> set[int]:
@@ -189,16 +191,20 @@ def _along(
     also be of positions, some of which have a kernel of their own; a layer has one
     entry there.
     """
-    own: dict[int, Marks] = {}
+    axis_marks: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)
     for (a, size), x, of_all in rows:
         is_some = a not in loops and is_apart(x, of_all)  # marks are for some entries
-        if is_some and not is_varied(x) and a not in either:
+        if is_some and not is_varied(x) and a not in shared:
             is_some = distinct(x) <= distinct(numbered(1, 0, size))
         if is_some or is_varied(x):
-            own[a] = x
-    of_loops = [x for a, x in own.items() if a in loops]
-    return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}
+            axis_marks[a] = x
+    of_loops = [x for a, x in axis_marks.items() if a in loops]
+    return {
+        a
+        for a, x in axis_marks.items()
+        if a not in loops or _is_shared_out(x, of_loops)
+    }
 
 
 def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
@@ -215,8 +221,8 @@ def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
 
 def shows_all(kernel: AllMarks, other: AllMarks) -> bool:
     """Whether a kernel's operand distinguishes no more heads than the kernel itself."""
-    found = distinct(kernel[0])
-    is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
+    marks = distinct(kernel[0])
+    is_apart = all(m.bit_count() == 1 for m in marks) and len(marks) > 1
     return is_apart or not is_varied(other[0])
 
 

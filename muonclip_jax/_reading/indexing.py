@@ -55,12 +55,12 @@ def concatenate(op: Op) -> Moves:
     is_new = op.eqn.name == "stack"
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
-    ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
+    offsets, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
 
     def part(i: int) -> Move:
         def move(marks: Marks) -> Marks:
             marks = full(marks, axis, op.out[dim]).take(
-                range(ends[i], ends[i + 1]), axis
+                range(offsets[i], offsets[i + 1]), axis
             )
             return small(marks.squeeze(axis) if is_new else marks)
 
@@ -91,15 +91,15 @@ def dynamic_slice(op: Op) -> Moves:
 
 
 def _picked(
-    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+    marks: Marks, shape: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
 ) -> Marks:
     """Returns the marks of the operand that entries were picked from.
 
     `starts` has the first place along each dimension, with the axes of the marks; it is
     `None` where the place is not known. The last axes of the marks are the dimensions.
     """
-    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
-        axis = marks.ndim - len(of) + d
+    for d, (start, n, size) in enumerate(zip(starts, sizes, shape, strict=True)):
+        axis = marks.ndim - len(shape) + d
         if n == size:
             continue
         if start is None:  # any entry may be picked, so all contribute
@@ -135,19 +135,19 @@ def scatter(op: Op) -> Moves:
     """
     numbers, lead, out = op.params["dimension_numbers"], op.lead, op.out
     index, new = op.eqn.inputs()[1].value, op.ins[2]
-    own = numbers.update_window_dims
+    window_dims = numbers.update_window_dims
     batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     gone = {*numbers.inserted_window_dims}
     kept = [d for d in range(len(out)) if d not in (*gone, *batch[0])]
-    at = dict(zip(kept, own, strict=True))
+    update_of = dict(zip(kept, window_dims, strict=True))
     if batch[0]:  # as `vmap` makes them: then the places of all other entries are lost
-        rest = [d for d in range(len(new)) if d not in own]
-        whole = {u: d for d, u in at.items() if new[u] == out[d]}
+        rest = [d for d in range(len(new)) if d not in window_dims]
+        whole = {u: d for d, u in update_of.items() if new[u] == out[d]}
         whole |= {rest[j]: d for d, j in zip(*batch, strict=True)}
         to = [whole.get(d) for d in range(len(new))]
         return [(0, lambda marks: marks), (2, op.through(to))]
-    sizes = tuple(new[at[d]] if d in at else 1 for d in range(len(out)))
-    rest = [d for d in range(len(new)) if d not in own]
+    sizes = tuple(new[update_of[d]] if d in update_of else 1 for d in range(len(out)))
+    rest = [d for d in range(len(new)) if d not in window_dims]
     free = len(rest)
     starts: list[np.ndarray | None] = [None] * len(out)
     if index is not None:
@@ -162,7 +162,8 @@ def scatter(op: Op) -> Moves:
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
         # Now the axes are the indices', then those of the window.
         axes = [
-            rest.index(d) if d in rest else free + own.index(d) for d in range(len(new))
+            rest.index(d) if d in rest else free + window_dims.index(d)
+            for d in range(len(new))
         ]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
 
@@ -174,11 +175,11 @@ def scatter(op: Op) -> Moves:
 
 
 def _window(
-    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+    marks: Marks, shape: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
 ) -> Marks:
     """Returns the marks of a window of an array; `starts` is as for `_picked`."""
-    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
-        axis = marks.ndim - len(of) + d
+    for d, (start, n, size) in enumerate(zip(starts, sizes, shape, strict=True)):
+        axis = marks.ndim - len(shape) + d
         if n == size or marks.shape[axis] == 1:
             continue
         if start is None:
@@ -189,9 +190,9 @@ def _window(
         )
         places = np.clip(start, 0, size - n) + within
         others = ((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in (marks, places))
-        shape = np.broadcast_shapes(*others)
+        common = np.broadcast_shapes(*others)
         rows, places = (
-            np.broadcast_to(x, (*shape[:axis], x.shape[axis], *shape[axis + 1 :]))
+            np.broadcast_to(x, (*common[:axis], x.shape[axis], *common[axis + 1 :]))
             for x in (marks, places)
         )
         marks = np.take_along_axis(rows, places, axis)
@@ -214,29 +215,29 @@ def _around(
 
 def gather(op: Op) -> Moves:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
-    of, lead = op.ins[0], op.lead
+    shape, lead = op.ins[0], op.lead
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(of)) if d not in gone]
-    at = dict(zip(kept, numbers.offset_dims, strict=True))
+    kept = [d for d in range(len(shape)) if d not in gone]
+    result_of = dict(zip(kept, numbers.offset_dims, strict=True))
     # The dimensions of the indices; `vmap` makes some that the operand has, too.
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     paired = dict(zip(*batch, strict=True))
-    at |= {d: rest[j] for d, j in paired.items()}
+    result_of |= {d: rest[j] for d, j in paired.items()}
     free = [j for j in range(len(rest)) if j not in paired.values()]
-    after = tuple(n if d in paired else sizes[d] for d, n in enumerate(of))
+    window = tuple(n if d in paired else sizes[d] for d, n in enumerate(shape))
     # The axes are those of the lead, then of the indices, then of the operand.
-    order = [*(rest[j] for j in free), *(at.get(d) for d in range(len(of)))]
-    starts: list[np.ndarray | None] = [None] * len(of)
+    order = [*(rest[j] for j in free), *(result_of.get(d) for d in range(len(shape)))]
+    starts: list[np.ndarray | None] = [None] * len(shape)
     if (index := index_of(op.eqn)) is not None:
-        own = [*free, *(paired.get(d) for d in range(len(of)))]
+        index_order = [*free, *(paired.get(d) for d in range(len(shape)))]
         index = full(index, index.ndim - 1, len(numbers.start_index_map))
         for i, d in enumerate(numbers.start_index_map):
-            starts[d] = _spread(index[..., i], lead, own)
+            starts[d] = _spread(index[..., i], lead, index_order)
 
     def move(marks: Marks) -> Marks:
         marks = _spread(marks, lead, order)
-        marks = _picked(marks, of, after, starts)
+        marks = _picked(marks, shape, window, starts)
         marks = union_along(marks, range(lead, lead + len(free)))
         return small(marks.squeeze(tuple(range(lead, lead + len(free)))))
 

@@ -26,7 +26,7 @@ class Makers:
 
     def of(self, atom: Atom, all_marks: AllMarks) -> Iterator[Maker]:
         """Yields the parameters of the nearest products with weights."""
-        found: list[tuple[Eqn, int, AllMarks]] = []
+        products: list[tuple[Eqn, int, AllMarks]] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
@@ -36,27 +36,31 @@ class Makers:
                 i = self._facts.weight_of(eqn)
                 if i is not None:
                     if facts[i].leaves and not facts[1 - i].is_onehot:
-                        found.append((eqn, i, origin.all_marks))
+                        products.append((eqn, i, origin.all_marks))
                     return []
                 if eqn.contracted and all(f.is_deep for f in facts):
                     return []
             return [(i, None) for i, fact in enumerate(facts) if fact.is_deep]
 
         self._graph.back(atom, all_marks, ahead)
-        for eqn, i, all_marks in found:
+        for eqn, i, all_marks in products:
             weight = eqn.inputs()[i]
-            own = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in all_marks)
-            for summand in self._scaling.of(weight, own):
+            weight_marks = tuple(
+                small(moved(x, weight.lead, eqn.to[i])) for x in all_marks
+            )
+            for summand in self._scaling.of(weight, weight_marks):
                 for f in summand.factors:
                     yield Maker(eqn, f.parameter, f.all_marks)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
         """Returns the dimensions of each kernel's outputs."""
-        found: dict[int, list[int]] = {}
+        outputs: dict[int, list[int]] = {}
         for _, number, all_marks in self.of(atom, atom.each()):
-            own = found.setdefault(number, [])
-            own += [d for d, x in enumerate(all_marks) if d not in own and is_varied(x)]
-        return found
+            dims = outputs.setdefault(number, [])
+            dims += [
+                d for d, x in enumerate(all_marks) if d not in dims and is_varied(x)
+            ]
+        return outputs
 
     def is_output(self, atom: Atom, d: int) -> bool:
         """Returns whether a dimension holds kernel outputs, or columns of a table.
@@ -64,12 +68,12 @@ class Makers:
         A product of two activations keeps the outputs along its free dimensions.
         """
         if (atom, d) not in self._outputs:
-            found: list[Marks] = []
+            arrived: list[Marks] = []
 
             def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
                 (marks,) = origin.all_marks
                 if (eqn := origin.eqn) is None or not is_varied(marks):
-                    found.extend([marks] if origin.parameter is not None else [])
+                    arrived.extend([marks] if origin.parameter is not None else [])
                     return []
                 facts = self._facts.inputs(eqn)
                 i = self._facts.weight_of(eqn) if eqn.is_product else None
@@ -77,14 +81,14 @@ class Makers:
                     weight = eqn.inputs()[i]
                     # An axis of experts, or of a stack, holds no outputs; nor do the
                     # trips of a loop or devices, over which experts may be spread.
-                    own = [None if o in eqn.shared else o for o in eqn.to[i]]
-                    marks, lead = moved(marks, weight.lead, own), range(weight.lead)
-                    found.append(union_along(marks, lead))
+                    outputs = [None if o in eqn.shared else o for o in eqn.to[i]]
+                    marks, lead = moved(marks, weight.lead, outputs), range(weight.lead)
+                    arrived.append(union_along(marks, lead))
                     return []
                 # Gains and biases of outputs are none, but scaled data is made by them.
                 deep = [(j, None) for j, f in enumerate(facts) if f.is_deep]
                 return deep or [(j, None) for j, f in enumerate(facts) if f.leaves]
 
             self._graph.back(atom, atom.numbered([d]), ahead)
-            self._outputs[atom, d] = any(map(is_varied, found))
+            self._outputs[atom, d] = any(map(is_varied, arrived))
         return self._outputs[atom, d]

@@ -180,9 +180,9 @@ def placed(marks: Marks, axis: int, size: int, at: slice) -> Marks:
     if marks.shape[axis] == 1 and marks.size * size > _LARGEST[marks.dtype.kind]:
         return marks  # too large to show where the slice is: marks all entries
     shape = [size if i == axis else n for i, n in enumerate(marks.shape)]
-    around = np.full(shape, nothing(marks), marks.dtype)
-    around[(*[slice(None)] * axis, at)] = marks
-    return around
+    whole = np.full(shape, nothing(marks), marks.dtype)
+    whole[(*[slice(None)] * axis, at)] = marks
+    return whole
 
 
 def placed_at(marks: Marks, axis: int, size: int, at: np.ndarray) -> Marks:
@@ -192,13 +192,13 @@ def placed_at(marks: Marks, axis: int, size: int, at: np.ndarray) -> Marks:
     differ in each trip and for each index.
     """
     shape = np.broadcast_shapes(marks.shape, at.shape)
-    around = [size if i == axis else n for i, n in enumerate(shape)]
-    if math.prod(around) > _LARGEST["O"]:
+    whole_shape = [size if i == axis else n for i, n in enumerate(shape)]
+    if math.prod(whole_shape) > _LARGEST["O"]:
         return union_along(marks, [axis])
-    found = np.full(around, nothing(marks), marks.dtype)
+    whole = np.full(whole_shape, nothing(marks), marks.dtype)
     places = np.broadcast_to(at, shape)
-    np.put_along_axis(found, places, np.broadcast_to(marks, shape), axis)
-    return found
+    np.put_along_axis(whole, places, np.broadcast_to(marks, shape), axis)
+    return whole
 
 
 def only_where(marks: Marks, is_in: np.ndarray) -> Marks:
@@ -233,11 +233,11 @@ def reshaped(marks: Marks, lead: int, old: Shape, new: Shape) -> Marks:
             marks = union_along(marks, [lead + d])
     sizes = list(marks.shape[:lead])
     for i, i2, j, j2 in _runs(old, new):
-        own = range(lead + i, lead + i2)
-        if all(marks.shape[axis] == 1 for axis in own):
+        axes = range(lead + i, lead + i2)
+        if all(marks.shape[axis] == 1 for axis in axes):
             sizes += [1] * (j2 - j)
         else:
-            for axis in own:
+            for axis in axes:
                 marks = full(marks, axis, old[axis - lead])
             sizes += new[j:j2]
     return small(marks.reshape(sizes))

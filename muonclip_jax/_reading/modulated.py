@@ -65,15 +65,15 @@ def modulated(graph: Graph, facts: Any, eqn: Eqn) -> tuple[int, list[Modulated]]
         if not facts.inputs(eqn)[i].is_deep or not all(sides_of(eqn, i)):
             continue
         try:
-            if found := _kernels(graph, facts, eqn, i):
-                return i, found
+            if kernels := _kernels(graph, facts, eqn, i):
+                return i, kernels
         except _Lost:
             pass
     return 0, []
 
 
 def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
-    atom, found = eqn.inputs()[i], []
+    atom, kernels = eqn.inputs()[i], []
     over, free = _marks_of(eqn, i)
 
     # Operands that are kernels, or are none, on the condition that the way is not lost.
@@ -107,7 +107,7 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         if of.is_product and (k := facts.weight_of(of)) is not None:
             if not has_both(inputs[k], marks[k]):
                 raise _Lost
-            found.append(Modulated(of, k, marks[k], is_mixed=True))
+            kernels.append(Modulated(of, k, marks[k], is_mixed=True))
             return []
         is_scaled = of.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
         is_row = of.kind is Kind.PICKED and of.name == "gather"  # of a table
@@ -127,20 +127,20 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
                 raise _Lost
         else:
             both = [k for k in back if has_both(inputs[k], marks[k])]
-        ways: list[tuple[int, None]] = []
+        followed: list[tuple[int, None]] = []
         for k in both:
             if values[k].is_weight:
                 is_mixed = of.kind is Kind.PRODUCT and not any(
                     sides_in(inputs[1 - k], marks[1 - k])
                 )
-                found.append(Modulated(of, k, marks[k], is_mixed))
+                kernels.append(Modulated(of, k, marks[k], is_mixed))
             elif values[k].is_deep:
-                ways.append((k, None))
+                followed.append((k, None))
             else:
                 raise _Lost
-        return ways
+        return followed
 
     graph.back(atom, (*over, *free), ahead)
-    if found and any(has_both(x, marks) != is_one for x, marks, is_one in unchecked):
+    if kernels and any(has_both(x, marks) != is_one for x, marks, is_one in unchecked):
         raise _Lost
-    return found
+    return kernels

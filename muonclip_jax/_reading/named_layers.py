@@ -36,15 +36,19 @@ class NamedLayer(NamedTuple):
         """Returns what a reading keeps of the layer, for its table."""
         lines = dict.fromkeys(layer.line for layer in self.found)
         sites = (site for layer in self.found for site in layer.sites)
-        biases = {line: made for site in sites for line, made in site.added.items()}
+        biases = {
+            line: parameters
+            for site in sites
+            for line, parameters in site.added.items()
+        }
         n, words = len(self.path), []
-        for line, made in biases.items():
-            at = ""
-            if len(made) == 1:
-                path = leaf_paths[min(made)]
+        for line, parameters in biases.items():
+            place = ""
+            if len(parameters) == 1:
+                path = leaf_paths[min(parameters)]
                 is_inside = path[:n] == self.path
-                at = f": {paths.show(path[n:] if is_inside else ('', *path))}"
-            words.append(f"the bias at {line} stays{at}")
+                place = f": {paths.show(path[n:] if is_inside else ('', *path))}"
+            words.append(f"the bias at {line} stays{place}")
         makers = sorted({i for layer in self.found for i in layer.makers})
         return LayerRead(
             self.path,
@@ -73,8 +77,8 @@ class _LayerCall(NamedTuple):
         if not self.layer.parts:
             return self.refusal, self.layer.makers, self.layer.line
         # A leaf may take the whole scale in one call, and half of it in another.
-        alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
-        return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
+        whole = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
+        return bool(self.refusal), {x.parameter for x in self.layer.parts}, whole
 
     def is_of(self, other: "_LayerCall") -> bool:
         """Whether this is another call of the same layer.
@@ -106,9 +110,9 @@ def named_layers(
     # module that holds all leaves, or all parameters that made the logits.
     modules, firsts = [], []
     for (layer, roles, _), *_ in groups:
-        own = {part.parameter for part in layer.parts} or layer.makers
-        around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
-        levels = zip(*around, strict=False)
+        parameters = {part.parameter for part in layer.parts} or layer.makers
+        parents = [leaf_paths[i][:-1] for i in sorted(parameters)] or [()]
+        levels = zip(*parents, strict=False)
         same = itertools.takewhile(lambda x: len(set(x)) == 1, levels)
         modules.append(tuple(name for name, *_ in same))
         firsts.append(next((x.path for leaves in roles for x in leaves), ""))
@@ -163,12 +167,12 @@ def _roles(
         )
     roles = []
     for parts in groups:
-        found: dict[int, ScaledEntries] = {}
+        entries: dict[int, ScaledEntries] = {}
         for part in parts:
-            old = found.get(part.parameter)
-            found[part.parameter] = old.joined_with(part) if old else part
+            old = entries.get(part.parameter)
+            entries[part.parameter] = old.joined_with(part) if old else part
         leaves = []
-        for i, part in found.items():
+        for i, part in entries.items():
             path = "/".join(leaf_paths[i])
             if part.why:
                 return (), part.why.format(path, shapes[i])

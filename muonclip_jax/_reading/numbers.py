@@ -57,15 +57,15 @@ class Numbers:
     def _find(self, atom: Any) -> Value:
         frame, var = atom.frame, atom.var
         if isinstance(var, Literal) or var in frame.consts:
-            found = var.val if isinstance(var, Literal) else frame.consts[var]
-            return _constant(found, atom.lead)
+            constant = var.val if isinstance(var, Literal) else frame.consts[var]
+            return _constant(constant, atom.lead)
         if var in frame.place:
             return self._input(atom) if frame.caller else None
         eqn, k = frame.made[var]
         if eqn.inside:
-            (one, *others) = eqn.inside
-            is_call = one.kind == "call" and not others and k < len(one.outputs)
-            return self.of(one.outputs[k]) if is_call else None
+            (inner, *others) = eqn.inside
+            is_call = inner.kind == "call" and not others and k < len(inner.outputs)
+            return self.of(inner.outputs[k]) if is_call else None
         rule = TABLE[eqn.name].value if eqn.name in TABLE else None
         if rule is None or k:
             return None
@@ -156,11 +156,11 @@ def _constant(value: Any, lead: int) -> Value:
     if getattr(value, "size", 1) > MOST:
         return None
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except Exception:  # a key, or a tracer of another trace
         return None
-    found = _as(found.dtype, found)
-    return None if found is None else found.reshape((*[1] * lead, *found.shape))
+    array = _as(array.dtype, array)
+    return None if array is None else array.reshape((*[1] * lead, *array.shape))
 
 
 def _as(dtype: Any, value: Value) -> Value:

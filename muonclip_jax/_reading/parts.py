@@ -58,19 +58,19 @@ class Parts(NamedTuple):
         return None if self.whole is None else frozenset(self.whole)
 
 
-def parts_in(found: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
+def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
     """Returns the parts of a side: one factor of each summand."""
     parts = Parts({}, "", set(), set(), set())
-    whole: dict[int, Entries] = {}
+    scaled: dict[int, Entries] = {}
     number = cells.heads.bit_count()
     is_unsure, here = False, []
-    for s in found:
-        made = [(f, Entries.of(f, cells)) for f in s.factors]
-        linear = [x for x in made if x[0].is_linear]
-        is_in = [bool(entries.heads.any()) for _, entries in linear or made]
+    for s in summands:
+        pairs = [(f, Entries.of(f, cells)) for f in s.factors]
+        linear = [x for x in pairs if x[0].is_linear]
+        is_in = [bool(entries.heads.any()) for _, entries in linear or pairs]
         if not (all(is_in) if linear else any(is_in) or not is_in):
             continue  # the summand is in other cells
-        parts.makers.update(f.parameter for f, x in made if x.heads.any())
+        parts.makers.update(f.parameter for f, x in pairs if x.heads.any())
         here.append((s, linear))
     for s, linear in here:
         trained = [x for x in linear if x[0].parameter not in frozen]
@@ -81,30 +81,32 @@ def parts_in(found: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
         # can be scaled for each of them.
         counts = [_groups(entries.heads) for _, entries in trained]
         both = [*zip(trained, counts, strict=True)]
-        own = [x for x, n in both if n == number > 1] or [x for x, n in both if n > 1]
-        # Prefer entries that already scale another summand.
-        again = [
-            (f, x)
-            for f, x in own or trained
-            if f.parameter in whole and whole[f.parameter].meets(x)
+        by_head = [x for x, n in both if n == number > 1] or [
+            x for x, n in both if n > 1
         ]
-        factor, best = (again or own or trained)[0]
+        # Prefer entries that already scale another summand.
+        reused = [
+            (f, x)
+            for f, x in by_head or trained
+            if f.parameter in scaled and scaled[f.parameter].meets(x)
+        ]
+        factor, best = (reused or by_head or trained)[0]
         parts.events.add(factor.event)
         if factor.is_picked:
             parts.picked.add(factor.parameter)
-        if old := whole.get(factor.parameter):
+        if old := scaled.get(factor.parameter):
             is_same = _groups(old.heads) == _groups(best.heads)
             is_unsure |= is_same and old.disagrees_with(best)
             best = old.joined_with(best)
-        whole[factor.parameter] = best
-    return parts._replace(whole=whole, is_unsure=is_unsure)
+        scaled[factor.parameter] = best
+    return parts._replace(whole=scaled, is_unsure=is_unsure)
 
 
 def _groups(marks: Marks) -> int:
     """Returns how many heads, or groups of heads, have entries of their own."""
-    found = distinct(marks)
-    is_apart = sum(m.bit_count() for m in found) == union(found).bit_count()
-    return len(found) if is_apart else 1
+    groups = distinct(marks)
+    is_apart = sum(m.bit_count() for m in groups) == union(groups).bit_count()
+    return len(groups) if is_apart else 1
 
 
 def scaled_entries(

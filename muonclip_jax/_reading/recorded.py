@@ -134,11 +134,11 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
         )
     # Layers that one loop runs, or one product has, are recorded together.
     every = _sites(layers)
-    own = {id(site): (layer, site) for layer, site in every}
+    sites = {id(site): (layer, site) for layer, site in every}
     if call.twins:
-        own = _in_symbols(call, every)
-    outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
-    by_site = {key: recorded[n] for n, key in enumerate(own)}
+        sites = _in_symbols(call, every)
+    outs, recorded = _Recorder([*sites.values()]).run(call.original, call.values, ())
+    by_site = {key: recorded[n] for n, key in enumerate(sites)}
     stats: dict[str, Any] = {}
     for named in (x for x in layers if x.is_recorded):
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
@@ -164,10 +164,10 @@ def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
 def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
     """Returns the sites for all sizes of symbolic dimensions, by a second reading."""
     other = call._replace(body=call.twins[1].body)
-    found, again = {}, _sites(read_call(other)[1])
-    if len(again) != len(every):
-        again = [None] * len(every)
-    for (layer, site), of_twin in zip(every, again, strict=True):
+    sites, of_twins = {}, _sites(read_call(other)[1])
+    if len(of_twins) != len(every):
+        of_twins = [None] * len(every)
+    for (layer, site), of_twin in zip(every, of_twins, strict=True):
         is_same = of_twin is not None and layer.stacked == of_twin[0].stacked
         new = site.in_symbols(of_twin[1], call.twins) if of_twin and is_same else None
         if new is None:
@@ -177,8 +177,8 @@ def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
                 "softmax is no dimension of an array. Make shapes of integers, or keep "
                 "batch, heads and length in axes of their own"
             )
-        found[id(site)] = layer, new
-    return found
+        sites[id(site)] = layer, new
+    return sites
 
 
 def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
@@ -217,9 +217,9 @@ def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays, as `_Changed` wherever `like` has `_Changed`."""
     return [
         _Changed(x, x)
-        if isinstance(of, _Changed) and not isinstance(x, _Changed)
+        if isinstance(other, _Changed) and not isinstance(x, _Changed)
         else x
-        for of, x in zip(like, arrays, strict=True)
+        for other, x in zip(like, arrays, strict=True)
     ]
 
 
@@ -279,13 +279,13 @@ class _Recorder:
         is_split = any(isinstance(x, _Changed) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
-        own = jax.lax.stop_gradient(_own(inputs))
+        raw = jax.lax.stop_gradient(_own(inputs))
         if is_cap:  # skip tanh: the division by the cap and the product with it cancel
-            return [_Changed(*outs, *own)]
+            return [_Changed(*outs, *raw)]
         for i in biases:
             sign = -1 if kind is Kind.DIFFERENCE and i == 1 else 1
-            own[i] = without_bias(own[i], sign)
-        return [*map(_Changed, outs, jaxprs.bound(eqn, own))]
+            raw[i] = without_bias(raw[i], sign)
+        return [*map(_Changed, outs, jaxprs.bound(eqn, raw))]
 
     def _rerun(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
         """Returns the outputs of an equation and the statistics of its inner sites."""
@@ -294,32 +294,32 @@ class _Recorder:
             return jaxprs.bound(eqn, _values(inputs)), {}
         if rule:
             (layer, *_), inputs = inside.values(), _values(inputs)
-            found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
-            if found is None:
+            maxima = rule.largest(eqn, jax.lax.stop_gradient(inputs))
+            if maxima is None:
                 raise ValueError(
                     f"the logits of {layer.line} cannot be recorded: mask and scale "
                     f"are in the code of {rule.name}. Use mc.splash_attention or "
                     "mc.blockwise_attention instead, or give mc.attention_rule its "
                     "largest logits as maxima="
                 )
-            if found.size != layer.recorded:
+            if maxima.size != layer.recorded:
                 raise ValueError(
-                    f"the kernel at {layer.line} has {found.size} heads, but its "
+                    f"the kernel at {layer.line} has {maxima.size} heads, but its "
                     f"query and key have {layer.recorded}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
+            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, maxima)
         # Loops, branches and `shard_map` have a method each.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
                 return again(eqn, inputs, address)
         body: Any = jaxprs.called(eqn)
-        own = slice(len(inputs) - len(body.jaxpr.invars), None)
+        operands = slice(len(inputs) - len(body.jaxpr.invars), None)
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
             with jaxprs.written_as(eqn):
-                return call(*inputs[own])
+                return call(*inputs[operands])
         # A custom derivative cannot return statistics as further outputs. So the body
         # runs a second time, without gradients. XLA merges the two runs.
-        stopped = jax.lax.stop_gradient(inputs[own])
+        stopped = jax.lax.stop_gradient(inputs[operands])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
         outs = [_Changed(x, y.own) if isinstance(y, _Changed) else x for x, y in both]
@@ -357,14 +357,14 @@ class _Recorder:
     def _while(self, eqn: Any, inputs: list[Any], address: Address):
         loop: Any = jaxprs.loop(eqn)
         of_condition, rest = inputs[: loop.first], inputs[loop.first :]
-        own, start = rest[: loop.consts], rest[loop.consts :]
+        consts, start = rest[: loop.consts], rest[loop.consts :]
 
         def is_on(both: Any) -> Any:
             values = [*of_condition, *both[0]]
             return _values(self.run(loop.condition, values, address, branch=1)[0])[0]
 
         def trip(state: Any) -> Any:
-            outs, stats = self.run(loop.body, [*own, *state], address)
+            outs, stats = self.run(loop.body, [*consts, *state], address)
             return _split_as(state, outs), stats
 
         def step(both: Any) -> Any:
@@ -397,17 +397,17 @@ class _Recorder:
     def _shard_map(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs on each device: some mesh axes split the heads, others the batch."""
         body: Any = jaxprs.called(eqn)
-        own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
+        mesh_axes, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
         for n, layer in self._inside(address).items():
             # Loops and mesh axes outside of it are handled by their own equations.
             stack = [None for loop in layer.loops if loop[: len(address)] == address]
-            of_heads[n] = tuple(name for name in layer.devices if name in own)
+            of_heads[n] = tuple(name for name in layer.devices if name in mesh_axes)
             specs[n] = PartitionSpec(*stack, of_heads[n] or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, address)
             for n, x in stats.items():
-                over = tuple(a for a in own if a not in of_heads[n])
+                over = tuple(a for a in mesh_axes if a not in of_heads[n])
                 # With `check_vma`, `pmax` accepts only values that vary over its axes.
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
                 stats[n] = largest_of_devices(x, over) if over else x

@@ -50,8 +50,8 @@ class Routers:
         ends = fact.ends
         for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
             lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
-            own = [x for x in zip(*lines, strict=True) if any(x)]
-            if any(map(is_varied, all_marks)) and len({*own}) == len(own):
+            entries = [x for x in zip(*lines, strict=True) if any(x)]
+            if any(map(is_varied, all_marks)) and len({*entries}) == len(entries):
                 self.chosen |= self._facts.event(maker) & ends
 
     def note(self, eqn: Eqn, facts: list[Fact]) -> None:
@@ -62,14 +62,14 @@ class Routers:
             # Entry by entry it is a gate of features and mixes nothing.
             if eqn.kind is Kind.PRODUCT and not self._reader.is_repeated(eqn, i):
                 continue
-            made = self._state(eqn, 1 - i)
+            states = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
-            for of in made:
-                for fact in self._facts.inputs(of):
+            for state in states:
+                for fact in self._facts.inputs(state):
                     for _, router in self.of(fact.weights):
                         self._kept |= self._facts.event(router)
             for _, router in self.of(mine.weights & ~other.weights):
-                if not made:
+                if not states:
                     self.chosen |= self._facts.event(router) & ~other.events
 
     def _state(self, eqn: Eqn, i: int) -> list[Eqn]:
@@ -81,13 +81,13 @@ class Routers:
         """
         atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
         if eqn.kind is Kind.PRODUCT:  # a sum follows the product
-            own, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
-            over = [a - atom.lead for a in own & others]
-            rest = [a - atom.lead for a in own - others]
+            axes, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
+            over = [a - atom.lead for a in axes & others]
+            rest = [a - atom.lead for a in axes - others]
         else:
             over = [pair[i] for pair in eqn.contracted]
             rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
-        found: list[Eqn] = []
+        products: list[Eqn] = []
 
         def is_output(of: Atom, marks: Marks) -> bool:
             """Whether marks are along outputs of a kernel, as a key's features are.
@@ -109,7 +109,7 @@ class Routers:
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 keys = zip(origin.all_marks, pairs[: len(over)], strict=False)
-                found.extend(
+                products.extend(
                     of
                     for marks, (a, b) in keys
                     if (a != b and (b, a) in of_rest)
@@ -118,7 +118,7 @@ class Routers:
             yield from ((j, None) for j, _ in deep)
 
         self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
-        return found
+        return products
 
     def note_mixers(self, fact: Fact) -> int:
         """Notes the routers whose weights an activation is; returns their events."""
@@ -140,7 +140,7 @@ class Routers:
         if len(over) > 1 and eqn.name == "dot_general":  # experts and their inputs
             weighed = self.dims_of(atom)
             over = [d for d in over if d not in weighed]
-        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
+        chosen_kernels = union(self._facts.kernels_of(x) for x in members(self.chosen))
 
         def follow(of: Eqn, k: int) -> list[int]:
             facts = [] if of.is_product else self._facts.inputs(of)
@@ -151,7 +151,7 @@ class Routers:
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
             if (of := origin.eqn) and of.kind in _PLACES:
                 fact = self._facts.of(of.output(origin.k))
-                is_alone = fact.kernels > 0 and not fact.kernels & ~made
+                is_alone = fact.kernels > 0 and not fact.kernels & ~chosen_kernels
                 if is_alone and self._is_lost(origin, of):
                     self._cut_features |= fact.ends
         for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
@@ -159,21 +159,21 @@ class Routers:
                 self._cut_features |= self._facts.event(maker)
         self.chosen &= ~self._cut_features
 
-    def _is_lost(self, origin: Origin, of: Eqn) -> bool:
+    def _is_lost(self, origin: Origin, eqn: Eqn) -> bool:
         """Whether marks end at an equation.
 
         Tokens get places among an expert's inputs, but their features stay in order.
         """
-        facts = self._facts.inputs(of)
-        ways = [move for i, move in moves(of, origin.k) if facts[i] != Fact()]
+        facts = self._facts.inputs(eqn)
+        back = [move for i, move in moves(eqn, origin.k) if facts[i] != Fact()]
         return any(
-            is_varied(marks) and not any(is_varied(move(marks)) for move in ways)
+            is_varied(marks) and not any(is_varied(move(marks)) for move in back)
             for marks in origin.all_marks
         )
 
     def of(self, bits: int) -> list[tuple[int, Eqn]]:
         """Returns the products with a weight over whose outputs a softmax is taken."""
-        found = []
+        routers = []
         for k in members(bits):
             eqn = self._facts.products[1 << k]
             is_product = eqn.kind is Kind.CONTRACTION
@@ -190,9 +190,9 @@ class Routers:
                 )
                 inner = len(eqn.frame.lead)
                 if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
-                    found.append((1 << k, eqn))
+                    routers.append((1 << k, eqn))
                     break
-        return found
+        return routers
 
     def _varied(self, atom: Atom) -> set[int]:
         """Returns the axes of an array's marks along which it may be no copy."""
@@ -223,8 +223,10 @@ class Routers:
                 is_gate = (routed[i] and is_least) or self.of(facts[i].weights)
                 if is_product and others and is_gate:
                     axes = varied[i]
-                    own = enumerate(map(move, origin.all_marks))
-                    dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
+                    operand_marks = enumerate(map(move, origin.all_marks))
+                    dims.update(
+                        d for d, x in operand_marks if any(x.shape[a] > 1 for a in axes)
+                    )
                 elif facts[i].is_deep:
                     yield i, None
 

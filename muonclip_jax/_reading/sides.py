@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cells import agreed, Cells, classes, Rows, Trips, varied_loops
+from .cells import agreed, Cells, classes_of, Rows, Trips, varied_loops
 from .fact import members
 from .graph import Atom
 from .heads_of_products import HeadMap
@@ -97,8 +97,8 @@ class Divider:
 
     def _marked(self, sides: Sides) -> Sides:
         """Returns sides whose summands have marks of the trips of loops over layers."""
-        made = [self.sum_of(x, [self.trips.marks(x.atom)]) for x in sides.sides]
-        return sides._replace(sums=made)
+        sums = [self.sum_of(x, [self.trips.marks(x.atom)]) for x in sides.sides]
+        return sides._replace(sums=sums)
 
     def divide(
         self, every: Sequence[Sides], others: Sequence[Sides] = ()
@@ -124,7 +124,9 @@ class Divider:
         if trips.loops:
             every, others = ([self._marked(x) for x in of] for of in (every, others))
         number = max(x.heads.number for x in every)
-        cells = classes([y for x in (*every, *others) for y in x.sums], trips, number)
+        cells = classes_of(
+            [y for x in (*every, *others) for y in x.sums], trips, number
+        )
         # Summands that a clip does not scale make no difference.
         for i in (0, 1) if len(cells) > 1 else ():
             groups: dict[Any, Cells] = {}
@@ -135,10 +137,10 @@ class Divider:
                 old = groups.get(key, one)
                 groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
             cells = list(groups.values())
-        found: list[LayerCells] = []
+        classes: list[LayerCells] = []
         for one in cells:
             if (layer := self._class(every, one)) is not None:
-                found.append(layer)
+                classes.append(layer)
                 continue
             for t in members(one.trips):
                 layer = self._class(every, one._replace(trips=1 << t))
@@ -146,8 +148,8 @@ class Divider:
                     why = "the layers of its loops cannot be distinguished"
                     self.refusals.append(why)
                 else:
-                    found.append(layer)
-        return sorted(found, key=lambda x: [y & -y for y in x.cells])
+                    classes.append(layer)
+        return sorted(classes, key=lambda x: [y & -y for y in x.cells])
 
     def _class(self, every: Sequence[Sides], cells: Cells) -> LayerCells | None:
         """Returns the layer of some cells; `None` if its leaves are no stack."""
@@ -155,20 +157,22 @@ class Divider:
         makers, events = set[int](), (set[int](), set[int]())
         for sides in every:
             out, whys = [], []
-            for side, found in zip(sides.sides, sides.sums, strict=True):
-                parts = parts_in(found, cells, self._frozen)
+            for side, summands in zip(sides.sides, sides.sums, strict=True):
+                parts = parts_in(summands, cells, self._frozen)
                 makers |= parts.makers
                 events[side.role].update(parts.events)
                 if parts.is_unsure:
                     self.refusals.append("a parameter's entries are in several heads")
-                own = []
+                scaled = []
                 for parameter, entries in (parts.whole or {}).items():
-                    if (of_leaf := entries.rows(cells)) is None:
+                    if (rows_of_leaf := entries.rows(cells)) is None:
                         return None
-                    rows.append(of_leaf)
+                    rows.append(rows_of_leaf)
                     is_picked = parameter in parts.picked
-                    own.append(scaled_entries(parameter, of_leaf, cells, is_picked))
-                out.append(None if parts.whole is None else own)
+                    scaled.append(
+                        scaled_entries(parameter, rows_of_leaf, cells, is_picked)
+                    )
+                out.append(None if parts.whole is None else scaled)
                 whys.append(parts.why)
             if [] in out:
                 continue  # zeros contribute nothing

@@ -193,7 +193,7 @@ class Softmaxes:
             elif eqn.kind in (Kind.CONTRACTION, Kind.PRODUCT):
                 weighed += self._weighs(eqn, facts)
         seen = 0
-        for bits, own in self._together(exps):
+        for bits, group in self._together(exps):
             places = [x for b, x in weighed if b & bits]
             if places and bits & ~seen:
                 seen |= bits
@@ -203,7 +203,7 @@ class Softmaxes:
                 if not sums and not any(self.divides(eqn) for eqn, _ in places):
                     continue  # nothing normalizes these exponentials
                 over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
-                yield Softmax(bits, own, over, places, bool(sums))
+                yield Softmax(bits, group, over, places, bool(sums))
 
     def divides(self, eqn: Eqn) -> bool:
         """Returns whether something is divided by entries of a result, or by their sum.
@@ -231,10 +231,10 @@ class Softmaxes:
         by = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
         facts = (self.facts.inputs(eqn)[-1] for eqn in by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
-            own = [x for x in groups if not x[0] & ~bits]
-            groups = [x for x in groups if x not in own]
+            joined = [x for x in groups if not x[0] & ~bits]
+            groups = [x for x in groups if x not in joined]
             groups.append(
-                (union(x for x, _ in own), [exp for _, of in own for exp in of])
+                (union(x for x, _ in joined), [exp for _, of in joined for exp in of])
             )
         return groups
 
@@ -247,13 +247,13 @@ class Softmaxes:
         """Yields the products whose exponentials weigh other activations here."""
         for i in (0, 1):
             mine, other = facts[i], facts[1 - i]
-            own = mine.weights | mine.mixed
-            if not own or own & (other.weights | other.products):
+            weights = mine.weights | mine.mixed
+            if not weights or weights & (other.weights | other.products):
                 continue
             # An entrywise weight is repeated along a dimension, so it weighs a vector.
-            is_vector = self.is_repeated(eqn, i) and bool(own & self.summed)
+            is_vector = self.is_repeated(eqn, i) and bool(weights & self.summed)
             if (other.is_deep or other.has_data) and (eqn.contracted or is_vector):
-                yield own, (eqn, i)
+                yield weights, (eqn, i)
 
     def _over(self, eqn: Eqn, i: int) -> Over:
         """Returns the weights and the axes that they share with the values."""
@@ -270,13 +270,13 @@ class Softmaxes:
         """
         if eqn.kind is Kind.CONTRACTION:
             return eqn.to
-        found: list[list[int | None]] = []
+        dims: list[list[int | None]] = []
         out = eqn.output().shape
         for x in eqn.inputs():
             same, sizes = self.graph.copied(x), zip(x.shape, out, strict=False)
-            is_own = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
-            found.append([d if own else None for d, own in enumerate(is_own)])
-        return found
+            is_kept = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
+            dims.append([d if kept else None for d, kept in enumerate(is_kept)])
+        return dims
 
     def is_repeated(self, eqn: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""
@@ -289,49 +289,49 @@ class Softmaxes:
         self, atom: Atom, all_marks: AllMarks, bit: int
     ) -> tuple[AllMarks | None, "Route"]:
         """Follows an array back to a product: its marks, or `None`, and the path."""
-        found: list[AllMarks] = []
-        path, target = Route(), self.facts.products[bit]
+        arrived: list[AllMarks] = []
+        route, target = Route(), self.facts.products[bit]
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
                 return []
             if eqn is target:
-                found.append(origin.all_marks)
+                arrived.append(origin.all_marks)
                 return []
             back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
-            path.eqns.append(eqn)
+            route.eqns.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             kind = eqn.kind
             if kind in (Kind.PRODUCT, Kind.QUOTIENT) and len(linear) == 1:
-                path.factors.append((eqn, 1 - linear[0], origin.all_marks))
+                route.factors.append((eqn, 1 - linear[0], origin.all_marks))
             elif kind is Kind.SOFTCAP:
                 pass  # the logits are taken before it
             elif not back or _is_bent(eqn):
-                path.nonlinear.append(eqn)  # such as a product with itself
+                route.nonlinear.append(eqn)  # such as a product with itself
             elif kind in (Kind.JOINED, Kind.PLACED):
-                path.joins.append(eqn)
+                route.joins.append(eqn)
             elif kind in (Kind.SUM, Kind.DIFFERENCE):
-                path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
+                route.added += [(eqn, i) for i in sorted({*back} - {*linear})]
             return [(i, None) for i in linear]
 
         self.graph.back(atom, all_marks, ahead)
-        merged = [functools.reduce(union_of, x) for x in zip(*found, strict=True)]
-        return tuple(merged) or None, path
+        merged = [functools.reduce(union_of, x) for x in zip(*arrived, strict=True)]
+        return tuple(merged) or None, route
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
-        found: list[Eqn] = []
+        maxima: list[Eqn] = []
 
         def follow(eqn: Eqn, k: int) -> Iterable[int]:
             facts = self.facts.inputs(eqn)
             if eqn.kind is Kind.EXTREME and union(x.products for x in facts) & bits:
-                found.append(eqn)
+                maxima.append(eqn)
             elif eqn.kind not in (Kind.CONTRACTION, Kind.TOTAL):
                 return range(len(eqn.jaxpr_eqn.invars))
             return ()
 
         self.graph.walk(atom, atom.whole, follow)
-        return found
+        return maxima
 
     def _product(self, eqn: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
@@ -379,35 +379,35 @@ class Softmaxes:
     def _trips(self, atom: Atom) -> set[Any]:
         """Returns the loops in which each trip uses another slice of an array."""
         loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        found: set[Any] = set()
+        sliced: set[Any] = set()
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
                 pairs = zip(loops, origin.all_marks, strict=True)
-                found.update(x.of for x, marks in pairs if is_varied(marks))
+                sliced.update(x.of for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
         all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
         self.graph.back(atom, all_marks, ahead)
-        return found
+        return sliced
 
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
         bits, products = softmax.bits, self.facts.products.items()
         every = [self._product(eqn, softmax) for bit, eqn in products if bit & bits]
         every = [p for p in every if p.over]
-        own = [p for p in every if self._is_of_activations(p.eqn)]
+        chosen = [p for p in every if self._is_of_activations(p.eqn)]
         # The inputs of query and key may enter the softmax again, for example squared.
-        past = union(f.events for p in own for f in self.facts.inputs(p.eqn))
-        more = [p for p in every if own and not self.facts.event(p.eqn) & past]
-        own += [p for p in more if p not in own and self._is_relative(p)]
+        past = union(f.events for p in chosen for f in self.facts.inputs(p.eqn))
+        more = [p for p in every if chosen and not self.facts.event(p.eqn) & past]
+        chosen += [p for p in more if p not in chosen and self._is_relative(p)]
         # Logits with keys that are plain data may be divided by the same sum.
-        own += [p for p in more if p not in own and self._is_of_data(p)]
+        chosen += [p for p in more if p not in chosen and self._is_of_data(p)]
         # Exponentials without a sum are decays, as in a state-space model.
         asked = every if softmax.is_summed else []
-        own = own or [p for p in asked if self._is_asked(p, softmax)]
-        return own or [
+        chosen = chosen or [p for p in asked if self._is_asked(p, softmax)]
+        return chosen or [
             p
             for p in every
             if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
@@ -429,12 +429,12 @@ class Softmaxes:
         bit = self.facts.product(product.eqn)
         for eqn, i in softmax.places if softmax.is_summed else ():
             to, (atom, axes) = self.to(eqn), self._over(eqn, i)
-            own = {d for d in to[1 - i] if d is not None} - {*to[i]}
+            value_dims = {d for d in to[1 - i] if d is not None} - {*to[i]}
             dims = self._along(bit, atom)
             keys = {product.lead + d for a in axes if dims for d in dims[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
-            if is_over and any(eqn.output().shape[d] > 1 for d in own):
+            if is_over and any(eqn.output().shape[d] > 1 for d in value_dims):
                 return True
         return False
 

@@ -67,27 +67,27 @@ def suspicions(
     A softmax divides exponentials by their sum. Attention without it, such as by
     sigmoids or by exponentials alone, is not clipped and is no error.
     """
-    found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
+    suspicion = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
     refused, without_softmax, seen = [], [], set()
-    for (site, i), bits in found.sites.items():
-        bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
-        own = [found.products[bit] for bit in _each(bits)]
-        roots = list(dict.fromkeys(x.root for x in own))
+    for (site, i), bits in suspicion.sites.items():
+        bits = union(bit for bit in _each(bits) if suspicion.is_over_keys(site, i, bit))
+        suspects = [suspicion.products[bit] for bit in _each(bits)]
+        roots = list(dict.fromkeys(x.root for x in suspects))
         if seen.issuperset(roots):
             continue
         seen.update(roots)
         atoms = [atom for eqn in roots for atom in eqn.inputs()]
-        makers = {m.number for x in atoms for m in found.makers.of(x, x.whole)}
+        makers = {m.number for x in atoms for m in suspicion.makers.of(x, x.whole)}
         layer = Layer(roots, makers=makers)
-        is_divided = bits & (found.divisors | found.normalized)
-        if bits & found.exponential and (is_divided or reader.divides(site)):
+        is_divided = bits & (suspicion.divisors | suspicion.normalized)
+        if bits & suspicion.exponential and (is_divided or reader.divides(site)):
             layer.refusal = (
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
             )
-            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
+            for x in [x.eqn for x in suspects if x.eqn is not x.root][:1]:
                 layer.refusal += f": {x.name} at {x.line} mixes its logits before"
-        elif bits & found.normalized:
+        elif bits & suspicion.normalized:
             layer.refusal = "it is normalized by a function other than softmax"
         (refused if layer.refusal else without_softmax).append(layer)
     return refused, without_softmax
@@ -249,11 +249,11 @@ class _Suspicion(Forward[Taint]):
         is_entrywise = eqn.kind is not Kind.CONTRACTION
         is_alike = is_entrywise and any(x.varied for x in taints)
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(eqn)
-        for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
+        for i, dims, other_dims in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
-            if not (eqn.contracted or other - own):
+            if not (eqn.contracted or other_dims - dims):
                 # Without an exponential, weights for each entry are gates or norms.
-                bits &= taints[i].exponential if own - other else 0
+                bits &= taints[i].exponential if dims - other_dims else 0
             if eqn.contracted and self._is_mask(eqn.inputs()[i]):
                 bits |= taints[i].choice  # hard attention
             if not taints[1 - i].linear | taints[1 - i].bent:
@@ -320,9 +320,9 @@ class _Suspicion(Forward[Taint]):
         """
         atom, to, out = eqn.inputs()[i], eqn.to[i], range(len(eqn.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
-        of = [[d for d, o in enumerate(to) if o == k] for k in out]
+        dims_of = [[d for d, o in enumerate(to) if o == k] for k in out]
         is_learned = bool(self._facts.inputs(eqn)[1 - i].leaves)
-        now: dict[int, int] = {}
+        new_bits: dict[int, int] = {}
         for bit in _each(taint.all if not i or eqn.name != _CONV else 0):
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
             if is_entrywise and is_learned:
@@ -335,11 +335,13 @@ class _Suspicion(Forward[Taint]):
             dims = [along[d] for d in over]
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
                 continue
-            now[bit] = bit
+            new_bits[bit] = bit
             if over or eqn.name == _CONV:
-                made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
-        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]]
+                made = [_all(along[d] for d in ds or over) for ds in dims_of]
+                new_bits[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
+        kept = [
+            union(new_bits.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]
+        ]
         entrywise, linear, *rest = kept
         return Taint(0, entrywise | linear, *rest, varied=1)
 
@@ -398,8 +400,8 @@ class _Suspicion(Forward[Taint]):
         is_entrywise = eqn.kind is not Kind.CONTRACTION
         dims = dims if is_entrywise else dims - (a & b) | dims & heads
         pairs = zip(eqn.inputs(), self._to(eqn), strict=False)
-        own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
-        return any(self.makers.is_output(x, d) for x, d in own)
+        places = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
+        return any(self.makers.is_output(x, d) for x, d in places)
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the product's dimensions in each axis, or `[]` if marks are lost."""
@@ -410,10 +412,10 @@ class _Suspicion(Forward[Taint]):
             return [i for i, _ in back if taints[i].all & bit]
 
         origins = self._reader.graph.walk(atom, atom.each(), follow)
-        found = [x.all_marks for x in origins if x.eqn is target]
+        arrived = [x.all_marks for x in origins if x.eqn is target]
         return [
             _all(of[d] for marks in all_marks for d in dimensions_in(marks, target))
-            for all_marks in zip(*found, strict=True)
+            for all_marks in zip(*arrived, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
@@ -426,11 +428,11 @@ class _Suspicion(Forward[Taint]):
             {d for d in x if not self._is_of_features(bit, {d}, set())}
             for x in (a - b, b - a)
         )
-        own, other = self._to(site)[:: -1 if i else 1]
-        dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
-        if not site.contracted and not {*other} - {*own}:
+        to, other_to = self._to(site)[:: -1 if i else 1]
+        dims = {pair[i] for pair in site.contracted} or {*range(len(to))}
+        if not site.contracted and not {*other_to} - {*to}:
             # With a weight for each entry, the values are the same for all queries.
-            dims = {d for d, o in enumerate(own) if o in other}
+            dims = {d for d, o in enumerate(to) if o in other_to}
             queries = _all(x for d, x in enumerate(along) if d not in dims)
             a, b = b if queries & a else set(), a if queries & b else set()
         return bool(_all(along[d] for d in dims) & (a | b))

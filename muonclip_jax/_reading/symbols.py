@@ -119,16 +119,16 @@ class _SizeChoice:
 
     def _of_one(self, name: str) -> list[int]:
         """Returns sizes of one symbol, the ones that mislead least first."""
-        found: list[tuple[int, int]] = []
+        rated: list[tuple[int, int]] = []
         good = 0
         for n in range(2, _LARGEST):
             if self._is_allowed({name: n}):
                 count = self._misleading({name: n})
-                found.append((count, n))
+                rated.append((count, n))
                 good += not count
-            if good == _CHOICE or len(found) == _TRIED:
+            if good == _CHOICE or len(rated) == _TRIED:
                 break
-        return [n for _, n in sorted(found)[:_CHOICE]] or [1]
+        return [n for _, n in sorted(rated)[:_CHOICE]] or [1]
 
     def _is_allowed(self, sizes: Sizes) -> bool:
         """Whether no constraint on these symbols alone is violated."""
@@ -142,10 +142,10 @@ class _SizeChoice:
     def _misleading(self, sizes: Sizes, before: Sizes | None = None) -> int:
         """Returns how many dimensions of these symbols alone have a bad size."""
         dims = [dim for dim in self._dims if dim._get_vars() <= sizes.keys()]
-        found = [size_of(dim, sizes) for dim in dims]
-        own = {n for n in found if n > 1 and n not in self._fixed}
+        values = [size_of(dim, sizes) for dim in dims]
+        good = {n for n in values if n > 1 and n not in self._fixed}
         earlier = [size_of(dim, before) for dim in dims] if before else []
-        return len(dims) - len(own) + sum(map(operator.eq, found, earlier))
+        return len(dims) - len(good) + sum(map(operator.eq, values, earlier))
 
 
 def _dims_in(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
@@ -175,30 +175,30 @@ class _Sized:
         if is_symbolic(x):
             return size_of(x, self._sizes)
         if isinstance(x, tuple | list):
-            made = [self.value(part) for part in x]
-            if all(map(operator.is_, made, x)):
+            parts = [self.value(part) for part in x]
+            if all(map(operator.is_, parts, x)):
                 return x
-            return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
         if hasattr(getattr(x, "jaxpr", x), "eqns"):
             # Several equations may run one jaxpr. The key keeps it alive, so that no
             # other one gets its id.
             if id(x) not in self._done:
                 is_closed = hasattr(x, "consts")
-                own = self._jaxpr(x.jaxpr if is_closed else x)
-                self._done[id(x)] = x, x.replace(jaxpr=own) if is_closed else own
+                sized = self._jaxpr(x.jaxpr if is_closed else x)
+                self._done[id(x)] = x, x.replace(jaxpr=sized) if is_closed else sized
             return self._done[id(x)][1]
         return x
 
     def _jaxpr(self, jaxpr: Any) -> Any:
-        own: dict[Any, Any] = {}
+        variables: dict[Any, Any] = {}
 
         def atom(x: Any) -> Any:
             if isinstance(x, Literal):
                 return x
-            if x not in own:
+            if x not in variables:
                 aval = self._aval(x.aval)
-                own[x] = x if aval is x.aval else Var(aval)
-            return own[x]
+                variables[x] = x if aval is x.aval else Var(aval)
+            return variables[x]
 
         def eqn(x: Any) -> Any:
             params = {name: self.value(of) for name, of in x.params.items()}

@@ -98,8 +98,8 @@ class Uses:
         A product of parameters gets no note; its factors have theirs.
         """
         for fact in facts:
-            own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
-            self.notes += [Note(kind, number, eqn) for number in own]
+            leaves = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
+            self.notes += [Note(kind, number, eqn) for number in leaves]
 
     # Equations.
 
@@ -176,8 +176,8 @@ class Uses:
         if not self._has_picked:
             return False
         if atom not in self._picked:
-            made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
+            eqns = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in eqns)
         return self._picked[atom]
 
     def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
@@ -365,8 +365,8 @@ class Uses:
         def follow(eqn: Eqn, k: int) -> list[int]:
             return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
 
-        made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-        return {eqn for eqn in made if eqn and eqn.is_product}
+        eqns = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
+        return {eqn for eqn in eqns if eqn and eqn.is_product}
 
     def _judged(self, note: Note) -> Note:
         """Returns a note, or another of a factor whose product is no weight."""
@@ -377,14 +377,14 @@ class Uses:
 
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
-        for atom, own, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
+        for atom, to, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
             if self._is_picked(atom):
                 leaves = members(self._facts.of(atom).leaves)
                 self._tables |= {(eqn, number) for number in leaves}
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
-                        (axis, own[d] is None)
+                        (axis, to[d] is None)
                         for d, marks in enumerate(f.all_marks)
                         for axis in varied(marks)
                     ]
@@ -421,7 +421,11 @@ class Uses:
             for d, marks in enumerate(all_marks):
                 for axis in varied(marks):
                     marks_along.setdefault(axis, set()).add(d)
-            self.experts |= {(number, a) for a, of in marks_along.items() if of <= dims}
+            self.experts |= {
+                (number, a)
+                for a, dims_along in marks_along.items()
+                if dims_along <= dims
+            }
         pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -434,13 +438,13 @@ class Uses:
             if kernel in (None, -1, other) or other is None or kernel in self.features:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
-            own = self._in_result(eqn, i, mine.get(kernel, []))
+            dims = self._in_result(eqn, i, mine.get(kernel, []))
             others.pop(kernel, None)
             theirs = [self._in_result(eqn, 1 - i, x) for x in others.values() if x]
-            if own and theirs:
+            if dims and theirs:
                 # In every kernel, heads come before their features.
-                n = len(own)
-                is_scale = any(n < len(x) and {*own} == {*x[:n]} for x in theirs)
+                n = len(dims)
+                is_scale = any(n < len(x) and {*dims} == {*x[:n]} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, eqn: Eqn, i: int, dims: list[int]) -> list[int]:
@@ -466,7 +470,7 @@ class Uses:
 
 def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
     """Returns the single entries that an equation takes, by their dimension."""
-    atom, found = eqn.inputs()[0], {}
+    atom, entries = eqn.inputs()[0], {}
     for k in range(len(eqn.jaxpr_eqn.outvars)):
         # Its rule shows where the entries of a result were taken from.
         (_, move), *_ = moves(eqn, k)
@@ -474,5 +478,5 @@ def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
         for d, n in enumerate(atom.shape):
             line = marks_along(taken, atom.lead + d)
             if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
-                found.setdefault(d, []).append(int(line.argmax()))
-    return found
+                entries.setdefault(d, []).append(int(line.argmax()))
+    return entries
