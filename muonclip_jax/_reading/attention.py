@@ -134,7 +134,7 @@ class LayerReader:
         self.refusals = self.divider.refusals
         # The results so far: the products without biases, also as bits; the parts that
         # scale their sides; and the parameters of their queries.
-        self.found: list[tuple[Product, HeadMap]] = []
+        self.head_maps: list[tuple[Product, HeadMap]] = []
         self.bits = 0
         self.sides: list[Sides] = []
         self.classes = list[LayerCells]()
@@ -157,7 +157,7 @@ class LayerReader:
     def read(self, clipped: int) -> list[Layer]:
         """Reads the rest; `clipped` are the events of scaled entries of any layer."""
         layer, self.clipped = self.layer, clipped
-        counts = {heads.number for _, heads in self.found}
+        counts = {heads.number for _, heads in self.head_maps}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = layer.recorded = max(counts, default=0)
@@ -167,8 +167,8 @@ class LayerReader:
             return []  # frozen logits are as good as data
         routes: list[Route] = []
         try:
-            if self.found:
-                of = self.softmaxes, self.found, self.exps, self.bits
+            if self.head_maps:
+                of = self.softmaxes, self.head_maps, self.exps, self.bits
                 layer.sites, routes = sites_of(*of)
         except Refused as why:
             self.refusals.append(str(why))
@@ -197,7 +197,7 @@ class LayerReader:
                 f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
-        layer.loops = tuple(x.of for x in self.divider.trips.loops)
+        layer.loops = tuple(x.name for x in self.divider.trips.loops)
         layer.sizes = tuple(x.size for x in self.divider.trips.loops)
         layer.loops_of_heads = self.divider.loops_of_heads
         if not self.classes:
@@ -241,12 +241,12 @@ class LayerReader:
         """Notes why the trips of loops over layers cannot be distinguished, if so."""
         for loop in self.divider.trips.loops:
             frame = self.layer.products[0].frame
-            while frame.caller and frame.caller.address != loop.of:
+            while frame.caller and frame.caller.address != loop.name:
                 frame = frame.caller.frame
             if frame.caller and frame.caller.name == "while":
                 self.refusals.append(WHILE)
-            sites = (x.eqn.address[: len(loop.of)] for x in self.layer.sites)
-            if any(address != loop.of for address in sites):
+            sites = (x.eqn.address[: len(loop.name)] for x in self.layer.sites)
+            if any(address != loop.name for address in sites):
                 self.refusals.append(
                     f"the loop at {self.layer.line} goes through layers, and its "
                     "logits enter the softmax outside of it"
@@ -280,9 +280,9 @@ class LayerReader:
             self.queries |= {f.parameter for s in sides.sums[0] for f in s.linear}
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
-        layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
-        self.divider.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
-        self.found.append((product, heads))
+        layer.devices = tuple(str(x.name) for x in leads if not x.is_loop)
+        self.divider.loops_of_heads = frozenset(x.name for x in leads if x.is_loop)
+        self.head_maps.append((product, heads))
         self.bits |= facts.product(product.eqn)
 
     def _second_uses(
@@ -325,7 +325,7 @@ class LayerReader:
 
     def _temperature(self, route: Route) -> list[LayerCells] | None:
         """Returns the layers that a temperature scales, which multiplies the logits."""
-        _, heads = self.found[-1]
+        _, heads = self.head_maps[-1]
         rows = self.layer.sites[-1].rows
         head_of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
 

@@ -258,7 +258,7 @@ def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
 
 def _devices(op: Op) -> list[int]:
     names = jaxprs.axes_of(op.eqn.jaxpr_eqn)
-    return [x.axis for x in op.eqn.frame.lead if x.of in names]
+    return [x.axis for x in op.eqn.frame.lead if x.name in names]
 
 
 def over_devices(op: Op) -> Moves:

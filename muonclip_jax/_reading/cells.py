@@ -49,14 +49,14 @@ class Trips(NamedTuple):
         """Returns marks of an array, with a bit for every trip of the loops."""
         sizes = [x.size for x in self.loops]
         bits = numbered(1, 0, self.number, exact=True).reshape(sizes)
-        here = {x.of: x.axis for x in atom.frame.lead}
+        here = {x.name: x.axis for x in atom.frame.lead}
         # An array outside of a loop is the same in all its trips.
-        gone = tuple(i for i, x in enumerate(self.loops) if x.of not in here)
+        gone = tuple(i for i, x in enumerate(self.loops) if x.name not in here)
         bits = np.bitwise_or.reduce(bits, axis=gone) if gone else bits
         shape = [1] * atom.rank
         for x in self.loops:
-            if x.of in here:
-                shape[here[x.of]] = x.size
+            if x.name in here:
+                shape[here[x.name]] = x.size
         return bits.reshape(shape)
 
 

@@ -95,6 +95,6 @@ class Dependence:
         ]
 
     def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
-        seen = fact.weights | fact.mixed | fact.sums | fact.shares
+        seen = fact.weights | fact.mixed | fact.sums | fact.normalized
         seen |= fact.products if eqn.kind is Kind.EXTREME else 0
         return bool(seen & self._attention)

@@ -33,19 +33,19 @@ class Fact(NamedTuple):
     events: int = 0  # events since the current trip of the innermost loop began
     past: int = 0  # events since the start of the function
     # Products with parameters that no later product with a parameter followed.
-    ends: int = 0
+    writers: int = 0
     # The kernels whose outputs these are, possibly after elementwise functions; all
     # bits after a product of two activations.
     kernels: int = 0
     # Products of two values that depend on parameters, of which this is a function
     # entry by entry. `weights` are the products whose exponentials are in it, `sums`
-    # those whose exponentials were summed, `shares` those whose exponentials were
+    # those whose exponentials were summed, `normalized` those whose exponentials were
     # divided by their sum, and `mixed` those whose exponentials were multiplied with a
     # parameter. `pairs` are products over which no sum was taken yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
-    shares: int = 0
+    normalized: int = 0
     mixed: int = 0
     pairs: int = 0
     # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
@@ -56,21 +56,21 @@ class Fact(NamedTuple):
     is_slope: bool = False
 
     @property
-    def sole(self) -> int | None:
+    def only_kernel(self) -> int | None:
         """The only kernel that made it; -1 for several; `None` for no kernel."""
         if self.kernels > 0 and self.kernels.bit_count() == 1:
             return self.kernels.bit_length() - 1
         return -1 if self.kernels else None
 
     @property
-    def unshared(self) -> int:
+    def unnormalized(self) -> int:
         """Products whose exponentials were not yet divided by their sum."""
-        return self.weights & ~self.shares
+        return self.weights & ~self.normalized
 
     @property
-    def alone(self) -> int:
-        """Like `unshared`, but 0 if products without an exponential are in it, too."""
-        return 0 if self.products & ~self.weights else self.unshared
+    def lone_exponentials(self) -> int:
+        """`unnormalized`, but 0 if products without an exponential are in it, too."""
+        return 0 if self.products & ~self.weights else self.unnormalized
 
     @property
     def is_weight(self) -> bool:
@@ -104,7 +104,7 @@ def members(bits: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
 
 
-_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
+_OF_PRODUCTS = ["products", "weights", "sums", "normalized", "mixed", "pairs"]
 # Logits that made a mask, as an indexer's do, are not the logits that it masks.
 NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 

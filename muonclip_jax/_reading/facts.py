@@ -29,7 +29,7 @@ class Facts(Forward[Fact]):
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self._modulated: dict[Eqn, tuple[int, list[Modulated]]] = {}
-        self.own = 0  # events in which a weight is applied to compute its own norm
+        self.norm_events = 0  # in which a weight is applied to compute its own norm
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
         self.has_slopes = False  # whether any value is of a backward pass
@@ -87,15 +87,17 @@ class Facts(Forward[Fact]):
 
     def upstream(self, event: int) -> int:
         """Returns the events that the operands of an event depend on."""
-        return self.of(self._at[event].output()).events & ~event if event else 0
+        return self.of(self._eqns[event].output()).events & ~event if event else 0
 
     @functools.cached_property
-    def _at(self) -> dict[int, Eqn]:
+    def _eqns(self) -> dict[int, Eqn]:
         return {event: eqn for eqn, event in self._events.items()}
 
     def kernels_of(self, event: int) -> int:
         """Returns the parameters in the weights of an event, given by its number."""
-        return union(x.leaves for x in self.inputs(self._at[1 << event]) if x.is_weight)
+        return union(
+            x.leaves for x in self.inputs(self._eqns[1 << event]) if x.is_weight
+        )
 
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
@@ -193,7 +195,7 @@ class Facts(Forward[Fact]):
             case Kind.QUOTIENT:
                 a, b = inputs
                 out = with_logits_of(a, out)
-                return out._replace(shares=a.shares | a.weights & b.sums)
+                return out._replace(normalized=a.normalized | a.weights & b.sums)
             case Kind.EXPONENTIAL:
                 return out._replace(weights=out.weights | inputs[-1].products)
             case Kind.LOGARITHM:  # as in softplus, which is no exponential
@@ -253,7 +255,7 @@ class Facts(Forward[Fact]):
         if not (a.leaves and b.leaves):
             # A matrix that is no parameter, such as ones, sums or mixes exponentials.
             weights, other = a.weights | b.weights, eqn.to[1 if a.leaves else 0]
-            sums = a.unshared | b.unshared if eqn.contracted else 0
+            sums = a.unnormalized | b.unnormalized if eqn.contracted else 0
             is_matrix = any(d not in eqn.shared for d in other if d is not None)
             mixed = weights if is_matrix else 0
             out = out._replace(sums=sums and sums | out.products, mixed=mixed)
@@ -267,13 +269,13 @@ class Facts(Forward[Fact]):
             if kernels:
                 # As without the activations that scale the kernel.
                 leaves = union(self.of(x.atom).leaves for x in kernels)
-                return out._replace(ends=self.event(eqn), kernels=leaves)
-            return out._replace(kernels=-1, ends=0) if is_sum else out
+                return out._replace(writers=self.event(eqn), kernels=leaves)
+            return out._replace(kernels=-1, writers=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
         if other.is_onehot:  # a lookup, which does not count as a layer
-            return out._replace(ends=0, kernels=0)
-        return out._replace(ends=self.event(eqn), kernels=weight.leaves)
+            return out._replace(writers=0, kernels=0)
+        return out._replace(writers=self.event(eqn), kernels=weight.leaves)
 
     def _picked(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
@@ -317,12 +319,12 @@ class Facts(Forward[Fact]):
             # After a sum it is a product of query and key, written out.
             out = out._replace(pairs=out.pairs | self.new_product(eqn))
         # A partial sum is rescaled before the next part is added.
-        shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
-        shares |= out.shares
-        return out._replace(shares=shares)
+        normalized = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
+        normalized |= out.normalized
+        return out._replace(normalized=normalized)
 
     def _sum(self, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-        """Returns the fact of a sum; a residual sum resets `ends`.
+        """Returns the fact of a sum; a residual sum resets `writers`.
 
         In a residual sum one summand depends on the other; the later one's layers write
         the output.
@@ -339,10 +341,10 @@ class Facts(Forward[Fact]):
             # Differences of all pairs: the sum of their squares contains a product.
             out = out._replace(pairs=out.pairs | self.new_product(eqn))
         # A sum of exponentials, computed piece by piece or trip by trip.
-        one, other = (x.alone for x in deep)
+        one, other = (x.lone_exponentials for x in deep)
         if is_sum and one and other:
             out = out._replace(sums=out.sums | one | other)
-        a, b = (x.ends for x in deep)
+        a, b = (x.writers for x in deep)
         # If no layer wrote a summand, all events before it count as its writers.
         is_after = self.before(a) & (b or deep[1].past)
         is_before = self.before(b) & (a or deep[0].past)
@@ -354,20 +356,22 @@ class Facts(Forward[Fact]):
         # parameter was added to it. Then no layer made the earlier summand.
         graph = self.graph
         sums = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
-        parts = [x for of in sums for x in of.inputs() if self.of(x).is_deep] or [first]
+        parts = [x for maker in sums for x in maker.inputs() if self.of(x).is_deep] or [
+            first
+        ]
         is_one = (
             x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
             for x in parts
         )
-        return out._replace(ends=writers if all(is_one) else 0)
+        return out._replace(writers=writers if all(is_one) else 0)
 
     def _total(self, eqn: Eqn, out: Fact) -> Fact:
         """Returns the fact of a sum along dimensions."""
         is_whole = len(eqn.output().shape) < len(eqn.inputs()[0].shape)
         if is_whole and out.pairs and not out.weights:
             out = out._replace(products=out.pairs, pairs=0)
-        sums = out.sums | out.unshared
-        return out._replace(sums=sums, weights=out.weights & out.shares)
+        sums = out.sums | out.unnormalized
+        return out._replace(sums=sums, weights=out.weights & out.normalized)
 
     def _mixed(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of several values that are combined entry by entry."""
@@ -389,8 +393,8 @@ class Facts(Forward[Fact]):
             # A weight divided by its norm, computed with a vector from the arguments:
             # products in the norm are no uses of it. An activation that is scaled by
             # numbers computed from its weight, as for eight bits, is a use.
-            self.own |= union(x.events for x in deep)
-            return out._replace(is_deep=False, has_data=True, events=0, ends=0)
+            self.norm_events |= union(x.events for x in deep)
+            return out._replace(is_deep=False, has_data=True, events=0, writers=0)
         return self._register_event(eqn, out) if weights else out
 
 

@@ -202,7 +202,7 @@ class Frame:
         self.inputs = [self.atom(var) for var in self.jaxpr.invars]
         self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
-        self.made = {
+        self.definitions = {
             var: (eqn, k)
             for eqn in self.live
             for k, var in enumerate(eqn.jaxpr_eqn.outvars)
@@ -305,7 +305,7 @@ class Graph:
         elif var in frame.place:
             yield from self._outside(atom, all_marks, seen)
         else:
-            eqn, k = frame.made[var]
+            eqn, k = frame.definitions[var]
             if not eqn.inside:
                 yield Origin(all_marks, seen, eqn, k)
             for inner in eqn.inside:
@@ -448,7 +448,7 @@ def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
     """Returns the marks of each device's block, from that of `shard_map`'s result."""
     eqn = inner.caller.jaxpr_eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
-    sizes = {x.of: x.size for x in inner.lead[lead:]}
+    sizes = {x.name: x.size for x in inner.lead[lead:]}
     cuts = jaxprs.mesh_cuts(eqn, "out", k)
     shape, axis_of, rest = list(marks.shape[:lead]), {}, []
     for d, n in enumerate(shape_of(eqn.outvars[k])):
@@ -471,10 +471,12 @@ def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
 def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
     """Returns the marks of a whole input, from the marks of each device's block."""
     lead = frame.outer[i].atom.lead
-    devices = {x.of: x for x in frame.lead[lead:]}
+    devices = {x.name: x for x in frame.lead[lead:]}
     cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
-    marks = union_along(marks, [x.axis for of, x in devices.items() if of not in named])
+    marks = union_along(
+        marks, [x.axis for name, x in devices.items() if name not in named]
+    )
     order, shape = list(range(lead)), list(marks.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
         leads = [devices[name] for name in cuts.get(d, ())]

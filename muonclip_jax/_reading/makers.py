@@ -13,7 +13,7 @@ class Maker(NamedTuple):
     """A parameter in the weight of a product that made an activation."""
 
     eqn: Eqn
-    number: int
+    parameter: int
     all_marks: AllMarks  # of the parameter
 
 
@@ -55,8 +55,8 @@ class Makers:
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
         """Returns the dimensions of each kernel's outputs."""
         outputs: dict[int, list[int]] = {}
-        for _, number, all_marks in self.of(atom, atom.each()):
-            dims = outputs.setdefault(number, [])
+        for _, parameter, all_marks in self.of(atom, atom.each()):
+            dims = outputs.setdefault(parameter, [])
             dims += [
                 d for d, x in enumerate(all_marks) if d not in dims and is_varied(x)
             ]

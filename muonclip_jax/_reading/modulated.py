@@ -92,26 +92,26 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         return all(sides(all_marks)) and all(sides_in(x, all_marks))
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (of := origin.eqn) is None:
+        if (eqn := origin.eqn) is None:
             if origin.atom is not None and origin.atom.is_zero:
                 return []
             raise _Lost
-        inputs, values = of.inputs(), facts.inputs(of)
-        back = dict(moves(of, origin.k))
-        if of.is_product:
-            k = facts.weight_of(of)
+        inputs, values = eqn.inputs(), facts.inputs(eqn)
+        back = dict(moves(eqn, origin.k))
+        if eqn.is_product:
+            k = facts.weight_of(eqn)
             # The softmax of a router mixes kernels.
             if k is None or not values[1 - k].weights:
                 raise _Lost
         marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
-        if of.is_product and (k := facts.weight_of(of)) is not None:
+        if eqn.is_product and (k := facts.weight_of(eqn)) is not None:
             if not has_both(inputs[k], marks[k]):
                 raise _Lost
-            kernels.append(Modulated(of, k, marks[k], is_mixed=True))
+            kernels.append(Modulated(eqn, k, marks[k], is_mixed=True))
             return []
-        is_scaled = of.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
-        is_row = of.kind is Kind.PICKED and of.name == "gather"  # of a table
-        if not back or of.kind.is_bent or is_row:
+        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
+        is_row = eqn.kind is Kind.PICKED and eqn.name == "gather"  # of a table
+        if not back or eqn.kind.is_bent or is_row:
             raise _Lost
         if len(back) == 1 and values[min(back)].is_deep:
             return [(k, None) for k in back]
@@ -123,17 +123,17 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
             others = [k for k in back if k != first]
             unchecked.extend((inputs[k], marks[k], not is_first) for k in others)
             both = [first] if is_first else others
-            if not both or (of.kind is Kind.QUOTIENT and both != [0]):
+            if not both or (eqn.kind is Kind.QUOTIENT and both != [0]):
                 raise _Lost
         else:
             both = [k for k in back if has_both(inputs[k], marks[k])]
         followed: list[tuple[int, None]] = []
         for k in both:
             if values[k].is_weight:
-                is_mixed = of.kind is Kind.PRODUCT and not any(
+                is_mixed = eqn.kind is Kind.PRODUCT and not any(
                     sides_in(inputs[1 - k], marks[1 - k])
                 )
-                kernels.append(Modulated(of, k, marks[k], is_mixed))
+                kernels.append(Modulated(eqn, k, marks[k], is_mixed))
             elif values[k].is_deep:
                 followed.append((k, None))
             else:

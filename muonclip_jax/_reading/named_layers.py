@@ -23,19 +23,19 @@ class NamedLayer(NamedTuple):
     path: paths.Path
     layer: AttentionLayer | None  # as QK-Clip receives it; `None` if it cannot scale it
     refusal: str  # why it cannot, for people; else empty
-    found: tuple[Layer, ...]  # several if one layer is called several times
+    calls: tuple[Layer, ...]  # several if one layer is called several times
 
     @property
     def is_recorded(self) -> bool:
         """Whether it has a statistic, which may be one that nothing scales."""
-        is_known = not any(x.refusal or x.unclear for x in self.found)
-        is_known &= all(x.unscaled and x.sites for x in self.found)
+        is_known = not any(x.refusal or x.unclear for x in self.calls)
+        is_known &= all(x.unscaled and x.sites for x in self.calls)
         return self.layer is not None or is_known
 
     def read(self, leaf_paths: Sequence[paths.Path]) -> LayerRead:
         """Returns what a reading keeps of the layer, for its table."""
-        lines = dict.fromkeys(layer.line for layer in self.found)
-        sites = (site for layer in self.found for site in layer.sites)
+        lines = dict.fromkeys(layer.line for layer in self.calls)
+        sites = (site for layer in self.calls for site in layer.sites)
         biases = {
             line: parameters
             for site in sites
@@ -49,12 +49,12 @@ class NamedLayer(NamedTuple):
                 is_inside = path[:n] == self.path
                 place = f": {paths.show(path[n:] if is_inside else ('', *path))}"
             words.append(f"the bias at {line} stays{place}")
-        makers = sorted({i for layer in self.found for i in layer.makers})
+        makers = sorted({i for layer in self.calls for i in layer.makers})
         return LayerRead(
             self.path,
             self.layer,
             self.refusal,
-            self.found[0].shape if self.is_recorded else None,
+            self.calls[0].shape if self.is_recorded else None,
             (*lines,),
             (*words,),
             tuple(leaf_paths[i] for i in makers),
@@ -72,7 +72,7 @@ class _LayerCall(NamedTuple):
     refusal: str
 
     @property
-    def known(self) -> Any:
+    def identity(self) -> Any:
         """A key that is equal for all calls of one layer."""
         if not self.layer.parts:
             return self.refusal, self.layer.makers, self.layer.line
@@ -86,7 +86,7 @@ class _LayerCall(NamedTuple):
         Both calls have the same parameters. Different parts of them, as a Python loop
         picks from a stack, are different layers; so are a whole stack and a part of it.
         """
-        return self.known == other.known and not any(
+        return self.identity == other.identity and not any(
             x.path == y.path and (x.stack != y.stack or x.is_apart_from(y))
             for mine, theirs in zip(self.roles, other.roles, strict=False)
             for x, y in itertools.product(mine, theirs)
@@ -129,8 +129,8 @@ def named_layers(
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         leaves = (
-            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in of)
-            for of in roles
+            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in some)
+            for some in roles
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
@@ -139,7 +139,7 @@ def named_layers(
     taken = {x.path for x in named if x.layer is not None}
     for i, x in enumerate(named):
         if x.layer is None and x.is_recorded:
-            makers = {y for of in x.found for y in of.makers}
+            makers = {y for some in x.calls for y in some.makers}
             first = leaf_paths[min(makers)] if makers else x.path
             numbered = ((*first, str(n)) for n in itertools.count())
             free = itertools.chain([x.path, first], numbered)

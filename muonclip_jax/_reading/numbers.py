@@ -22,12 +22,12 @@ class Lead(NamedTuple):
     """A dimension in front of marks: trips of a loop, or devices along a mesh axis."""
 
     axis: int  # its place in the lead
-    of: Address | str  # the address of the loop, or the name of the mesh axis
+    name: Address | str  # the address of the loop, or the name of the mesh axis
     size: int
 
     @property
     def is_loop(self) -> bool:
-        return not isinstance(self.of, str)
+        return not isinstance(self.name, str)
 
 
 # The most trips of a loop that are computed one by one.
@@ -43,16 +43,16 @@ class Numbers:
     """Finds the values of variables, in all trips of the loops around them."""
 
     def __init__(self):
-        self._known: dict[Any, Value] = {}
+        self._values: dict[Any, Value] = {}
 
     def of(self, atom: Any) -> Value:
         """Returns the value of a variable."""
-        if atom not in self._known:
+        if atom not in self._values:
             value = self._find(atom)
             if value is not None:
                 value = small(value) if value.size <= MOST else None
-            self._known[atom] = value
-        return self._known[atom]
+            self._values[atom] = value
+        return self._values[atom]
 
     def _find(self, atom: Any) -> Value:
         frame, var = atom.frame, atom.var
@@ -61,7 +61,7 @@ class Numbers:
             return _constant(constant, atom.lead)
         if var in frame.place:
             return self._input(atom) if frame.caller else None
-        eqn, k = frame.made[var]
+        eqn, k = frame.definitions[var]
         if eqn.inside:
             (inner, *others) = eqn.inside
             is_call = inner.kind == "call" and not others and k < len(inner.outputs)

@@ -46,7 +46,7 @@ class ScaledEntries(NamedTuple):
 class Parts(NamedTuple):
     """The entries to scale in some cells, so that a sum is scaled."""
 
-    whole: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
+    scaled: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
     why: str  # if so, why
     makers: set[int]  # all parameters in the sum, also those before a norm
     events: set[int]
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
 
     @property
     def parameters(self) -> frozenset[int] | None:
-        return None if self.whole is None else frozenset(self.whole)
+        return None if self.scaled is None else frozenset(self.scaled)
 
 
 def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
@@ -76,7 +76,7 @@ def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
         trained = [x for x in linear if x[0].parameter not in frozen]
         if not trained:
             why = FROZEN if linear else s.why or NORMED
-            return parts._replace(whole=None, why=why)
+            return parts._replace(scaled=None, why=why)
         # The factor applied last comes first. Only a factor that distinguishes heads
         # can be scaled for each of them.
         counts = [_groups(entries.heads) for _, entries in trained]
@@ -99,7 +99,7 @@ def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
             is_unsure |= is_same and old.disagrees_with(best)
             best = old.joined_with(best)
         scaled[factor.parameter] = best
-    return parts._replace(whole=scaled, is_unsure=is_unsure)
+    return parts._replace(scaled=scaled, is_unsure=is_unsure)
 
 
 def _groups(marks: Marks) -> int:

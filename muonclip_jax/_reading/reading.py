@@ -120,9 +120,9 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         reader = Softmaxes(graph, Facts(graph, tokens))
         layers = attention_layers(reader)
         uses = Uses(reader, tokens)
-        new_tokens = uses.numbers_of("elementwise", "looked up") & uses.numbers_of(
-            "factor"
-        )
+        new_tokens = uses.parameters_of(
+            "elementwise", "looked up"
+        ) & uses.parameters_of("factor")
         new_tokens |= {i for layer in layers for i in layer.tokens}
         if new_tokens <= tokens:
             break

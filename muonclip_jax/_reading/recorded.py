@@ -142,7 +142,7 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     stats: dict[str, Any] = {}
     for named in (x for x in layers if x.is_recorded):
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
-        for layer, site in ((x, y) for x in named.found for y in x.sites):
+        for layer, site in ((x, y) for x in named.calls for y in x.sites):
             x = _of_layer(layer, by_site[id(site)])
             # The statistic is the maximum over the places where logits enter a softmax,
             # and over the calls of a layer.
@@ -154,7 +154,7 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
 
 def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
     """Returns where to record the layers that have a statistic."""
-    recorded = [x for named in layers if named.is_recorded for x in named.found]
+    recorded = [x for named in layers if named.is_recorded for x in named.calls]
     for layer in recorded:
         if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
@@ -202,15 +202,15 @@ class _Changed(NamedTuple):
     """Logits after a softcap or a bias, and the logits of query and key alone."""
 
     value: Any
-    own: Any  # -inf where the bias hides a pair
+    raw: Any  # -inf where the bias hides a pair
 
 
 def _values(arrays: Sequence[Any]) -> list[Any]:
     return [x.value if isinstance(x, _Changed) else x for x in arrays]
 
 
-def _own(arrays: Sequence[Any]) -> list[Any]:
-    return [x.own if isinstance(x, _Changed) else x for x in arrays]
+def _raw(arrays: Sequence[Any]) -> list[Any]:
+    return [x.raw if isinstance(x, _Changed) else x for x in arrays]
 
 
 def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -231,12 +231,12 @@ class _Recorder:
         self._sites = {n: site for n, (_, site) in enumerate(sites)}
         # Equations between products and softmaxes, with the operands that are a bias;
         # and the equations whose inner jaxprs hold them.
-        self._way: dict[Address, set[int]] = {}
+        self._biases: dict[Address, set[int]] = {}
         for _, site in sites:
             for address, biases in site.biases.items():
-                self._way.setdefault(address, set()).update(biases)
+                self._biases.setdefault(address, set()).update(biases)
         self._around = {
-            address[:n] for address in self._way for n in range(1, len(address))
+            address[:n] for address in self._biases for n in range(1, len(address))
         }
 
     def run(
@@ -252,7 +252,7 @@ class _Recorder:
                 if site.eqn.address == address:
                     logits = inputs[site.operand]
                     assert not site.biases or isinstance(logits, _Changed)
-                    stats[n] = site.largest(*_own([logits]))
+                    stats[n] = site.largest(*_raw([logits]))
             return self._split(eqn, inputs, outs, address)
 
         # Dead equations run, too, so that effects, names and random keys do not change.
@@ -274,12 +274,12 @@ class _Recorder:
 
         The equation runs a second time, without biases, on logits of query and key.
         """
-        biases, kind = self._way.get(address), kind_of(eqn.primitive.name)
+        biases, kind = self._biases.get(address), kind_of(eqn.primitive.name)
         is_cap = kind is Kind.SOFTCAP
         is_split = any(isinstance(x, _Changed) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
-        raw = jax.lax.stop_gradient(_own(inputs))
+        raw = jax.lax.stop_gradient(_raw(inputs))
         if is_cap:  # skip tanh: the division by the cap and the product with it cancel
             return [_Changed(*outs, *raw)]
         for i in biases:
@@ -322,7 +322,7 @@ class _Recorder:
         stopped = jax.lax.stop_gradient(inputs[operands])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
-        outs = [_Changed(x, y.own) if isinstance(y, _Changed) else x for x, y in both]
+        outs = [_Changed(x, y.raw) if isinstance(y, _Changed) else x for x, y in both]
         return outs, stats
 
     def _start(self, trip: Any, start: list[Any], address: Address) -> list[Any]:

@@ -47,12 +47,14 @@ class Routers:
         codes of a vector quantizer are sums over all outputs, and logits of heads are
         sums over some, so no kernel before them is a router.
         """
-        ends = fact.ends
-        for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
+        writers = fact.writers
+        for maker, _, all_marks in (
+            self._makers.of(atom, atom.each()) if writers else ()
+        ):
             lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
             entries = [x for x in zip(*lines, strict=True) if any(x)]
             if any(map(is_varied, all_marks)) and len({*entries}) == len(entries):
-                self.chosen |= self._facts.event(maker) & ends
+                self.chosen |= self._facts.event(maker) & writers
 
     def note(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
@@ -89,31 +91,31 @@ class Routers:
             rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
         products: list[Eqn] = []
 
-        def is_output(of: Atom, marks: Marks) -> bool:
+        def is_output(atom: Atom, marks: Marks) -> bool:
             """Whether marks are along outputs of a kernel, as a key's features are.
 
             A norm is a product that repeats one operand, too, but along features.
             """
-            dims = (axis - of.lead for axis in varied(marks))
-            return any(d >= 0 and self._makers.is_output(of, d) for d in dims)
+            dims = (axis - atom.lead for axis in varied(marks))
+            return any(d >= 0 and self._makers.is_output(atom, d) for d in dims)
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            if (of := origin.eqn) is None:
+            if (eqn := origin.eqn) is None:
                 return
-            facts = self._facts.inputs(of)
-            if of.is_product and self._facts.weight_of(of) is not None:
+            facts = self._facts.inputs(eqn)
+            if eqn.is_product and self._facts.weight_of(eqn) is not None:
                 return
-            deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
-            if of.kind in MULTIPLIES and len(deep) == 2:
+            deep = [(j, f) for j, f in moves(eqn, origin.k) if facts[j].is_deep]
+            if eqn.kind in MULTIPLIES and len(deep) == 2:
                 sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 keys = zip(origin.all_marks, pairs[: len(over)], strict=False)
                 products.extend(
-                    of
+                    eqn
                     for marks, (a, b) in keys
                     if (a != b and (b, a) in of_rest)
-                    and is_output(of.inputs()[deep[b][0]], deep[b][1](marks))
+                    and is_output(eqn.inputs()[deep[b][0]], deep[b][1](marks))
                 )
             yield from ((j, None) for j, _ in deep)
 
@@ -123,7 +125,7 @@ class Routers:
     def note_mixers(self, fact: Fact) -> int:
         """Notes the routers whose weights an activation is; returns their events."""
         routers = (self._facts.event(eqn) for _, eqn in self.of(fact.weights))
-        mixers = union(routers) | fact.ends & self.chosen
+        mixers = union(routers) | fact.writers & self.chosen
         self.chosen |= mixers
         return mixers
 
@@ -142,18 +144,18 @@ class Routers:
             over = [d for d in over if d not in weighed]
         chosen_kernels = union(self._facts.kernels_of(x) for x in members(self.chosen))
 
-        def follow(of: Eqn, k: int) -> list[int]:
-            facts = [] if of.is_product else self._facts.inputs(of)
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            facts = [] if eqn.is_product else self._facts.inputs(eqn)
             return [j for j, x in enumerate(facts) if x.is_deep]
 
         # Where outputs are put in order, or back, their marks are lost: only these
         # kernels may have made what is there.
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
-            if (of := origin.eqn) and of.kind in _PLACES:
-                fact = self._facts.of(of.output(origin.k))
+            if (placing := origin.eqn) and placing.kind in _PLACES:
+                fact = self._facts.of(placing.output(origin.k))
                 is_alone = fact.kernels > 0 and not fact.kernels & ~chosen_kernels
-                if is_alone and self._is_lost(origin, of):
-                    self._cut_features |= fact.ends
+                if is_alone and self._is_lost(origin, placing):
+                    self._cut_features |= fact.writers
         for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
                 self._cut_features |= self._facts.event(maker)

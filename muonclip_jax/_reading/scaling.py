@@ -97,7 +97,7 @@ class Scaling:
 
     def __init__(self, graph: Graph, facts: Facts):
         self._graph, self._facts = graph, facts
-        self._known: dict[Any, Sum] = {}
+        self._sums: dict[Any, Sum] = {}
 
     def of(
         self,
@@ -114,12 +114,12 @@ class Scaling:
         """
         # Known sums hold only for the same marks and limits, so each call starts anew.
         # Without them, a residual stream would be followed once for each way to it.
-        self._known = {}
+        self._sums = {}
         return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
 
     def _of(self, atom: Atom, walk: Walk) -> Sum:
         key = atom, walk.depth, *map(key_of, walk.all_marks)
-        if key not in self._known:
+        if key not in self._sums:
             summands: list[Summand] = []
             if walk.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
@@ -136,8 +136,8 @@ class Scaling:
                     summands += self._equation(origin.eqn, origin.k, next_walk)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     summands.append(Summand((), ADDED))
-            self._known[key] = summed(summands)
-        return self._known[key]
+            self._sums[key] = summed(summands)
+        return self._sums[key]
 
     def _equation(self, eqn: Eqn, k: int, walk: Walk) -> Iterable[Summand]:
         inputs, facts, kind = eqn.inputs(), self._facts.inputs(eqn), eqn.kind
@@ -187,7 +187,7 @@ class Scaling:
     def _operand(self, eqn: Eqn, i: int, move: Move, walk: Walk) -> Sum:
         next_walk = walk._replace(all_marks=tuple(map(move, walk.all_marks)))
         summands = self._of(eqn.inputs()[i], next_walk)
-        if self._facts.of(eqn.output()).is_weight and _is_any(eqn, i):
+        if self._facts.of(eqn.output()).is_weight and _has_unknown_index(eqn, i):
             picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in summands)
             return tuple(picked)
         return summands
@@ -369,7 +369,7 @@ def _joined(a: Factor, b: Factor) -> Factor:
     )
 
 
-def _is_any(eqn: Eqn, i: int) -> bool:
+def _has_unknown_index(eqn: Eqn, i: int) -> bool:
     """Returns whether an unknown index says where a parameter's entries are.
 
     An index picks one kernel of a stack, or some, but reads all rows of a table of

@@ -112,11 +112,11 @@ class Divider:
         loops: dict[Any, Lead] = {}
         for x in (x for sides in (*every, *others) for x in sides.sides):
             around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
-            around = [y for y in around if y.of not in self.loops_of_heads]
+            around = [y for y in around if y.name not in self.loops_of_heads]
             marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
             if around:
                 varied = varied_loops(self.sum_of(x, marks), around)
-                loops |= {y.of: y for y in varied}
+                loops |= {y.name: y for y in varied}
         self.trips = trips = Trips(tuple(sorted(loops.values())))
         if trips.number > LONGEST:
             self.refusals.append(f"its loops have {trips.number} trips")
@@ -164,7 +164,7 @@ class Divider:
                 if parts.is_unsure:
                     self.refusals.append("a parameter's entries are in several heads")
                 scaled = []
-                for parameter, entries in (parts.whole or {}).items():
+                for parameter, entries in (parts.scaled or {}).items():
                     if (rows_of_leaf := entries.rows(cells)) is None:
                         return None
                     rows.append(rows_of_leaf)
@@ -172,7 +172,7 @@ class Divider:
                     scaled.append(
                         scaled_entries(parameter, rows_of_leaf, cells, is_picked)
                     )
-                out.append(None if parts.whole is None else scaled)
+                out.append(None if parts.scaled is None else scaled)
                 whys.append(parts.why)
             if [] in out:
                 continue  # zeros contribute nothing

@@ -155,11 +155,11 @@ class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
-Read = Sequence[tuple[Product, HeadMap]]
+HeadMaps = Sequence[tuple[Product, HeadMap]]
 
 
 def sites_of(
-    reader: Softmaxes, head_maps: Read, exps: Sequence[Eqn], bits: int
+    reader: Softmaxes, head_maps: HeadMaps, exps: Sequence[Eqn], bits: int
 ) -> tuple[list[Site], list[Route]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
@@ -178,7 +178,7 @@ def sites_of(
         here = [x for x in head_maps if reader.facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
-            routes += _ways(reader, here, site, bits)
+            routes += _routes(reader, here, site, bits)
             left &= ~fact.products
     if left or not sites:
         raise Unclear(_LOST)
@@ -188,7 +188,9 @@ def sites_of(
 _LOST = "could not be followed into the softmax"
 
 
-def _ways(reader: Softmaxes, head_maps: Read, site: Site, bits: int) -> list[Route]:
+def _routes(
+    reader: Softmaxes, head_maps: HeadMaps, site: Site, bits: int
+) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = head_maps[-1]
     atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in head_maps]
@@ -231,7 +233,7 @@ def _note_biases(
         fact = reader.facts.value(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
             biases[eqn.address].add(i)
-            kernel = -1 if fact.sole is None else fact.sole
+            kernel = -1 if fact.only_kernel is None else fact.only_kernel
             if made := members(fact.leaves) if kernel < 0 else [kernel]:
                 site.added.setdefault(eqn.line, set()).update(made)
     if any(biases.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in eqns):

@@ -169,7 +169,7 @@ class Softmaxes:
         """Yields products with the arrays and axes that sum their exponentials."""
         for eqn in self.equations:
             if eqn.kind is Kind.SUM:  # piece by piece, or key by key
-                one, two = (x.alone for x in self.facts.inputs(eqn))
+                one, two = (x.lone_exponentials for x in self.facts.inputs(eqn))
                 if one and two:
                     yield one | two, (eqn.inputs()[0], ())
             if eqn.kind is Kind.LOG_TOTAL:
@@ -177,7 +177,7 @@ class Softmaxes:
                 if bits := self.facts.of(logits).products:
                     yield bits, (logits, eqn.axes)
             for i, axes in _summed(eqn, self.facts.inputs(eqn)):
-                if bits := self.facts.inputs(eqn)[i].unshared:
+                if bits := self.facts.inputs(eqn)[i].unnormalized:
                     yield bits, (eqn.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
@@ -234,7 +234,10 @@ class Softmaxes:
             joined = [x for x in groups if not x[0] & ~bits]
             groups = [x for x in groups if x not in joined]
             groups.append(
-                (union(x for x, _ in joined), [exp for _, of in joined for exp in of])
+                (
+                    union(x for x, _ in joined),
+                    [exp for _, some in joined for exp in some],
+                )
             )
         return groups
 
@@ -336,11 +339,11 @@ class Softmaxes:
     def _product(self, eqn: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
         bit, lead = self.facts.product(eqn), len(eqn.frame.lead)
-        dims = eqn.output().shape
+        shape = eqn.output().shape
         to = self.to(eqn)
-        own = [frozenset(lead + d for d in x if d is not None) for x in to]
-        free = own[0] - own[1], own[1] - own[0]
-        found: list[frozenset[int]] = []
+        sides = [frozenset(lead + d for d in x if d is not None) for x in to]
+        free = sides[0] - sides[1], sides[1] - sides[0]
+        sums: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
             fact = self.facts.value(atom)
@@ -351,29 +354,31 @@ class Softmaxes:
                 kept.update(*of_axis)
                 # Sorted entries lose their marks: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
-                own = (of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
-                found.append(frozenset(lead + d for x in own for d in x))
+                columns = (
+                    of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes
+                )
+                sums.append(frozenset(lead + d for x in columns for d in x))
         if eqn.kind is not Kind.CONTRACTION:
             # Shared dimensions that reach no axis afterwards were summed over.
-            over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
+            over = [(d, d) for d in sorted(shared(to) - kept) if shape[d] > 1]
         else:
             over = eqn.contracted
         # The logits may have several softmaxes: prefer one over axes of one side alone.
-        known = [x for x in found if x and any(x <= side for side in free)]
+        one_sided = [x for x in sums if x and any(x <= side for side in free)]
         # Slots of soft experts have one over tokens, and one over slots: a router's.
         if (i := self.facts.weight_of(eqn)) is not None:
-            known.sort(key=lambda x: not x <= free[i])
-        every, apart = frozenset().union(*found), free[0] | free[1]
-        keys = known[0] if known else every & apart or every
+            one_sided.sort(key=lambda x: not x <= free[i])
+        every, apart = frozenset().union(*sums), free[0] | free[1]
+        keys = one_sided[0] if one_sided else every & apart or every
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in eqn.inputs())
             weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
-            loops = {x.of: x.axis for x in eqn.frame.lead if x.of in a ^ b}
-            one, two = ({loops[x] for x in own if x in loops} for own in (a, b))
+            loops = {x.name: x.axis for x in eqn.frame.lead if x.name in a ^ b}
+            one, two = ({loops[x] for x in trips if x in loops} for trips in (a, b))
             free = free[0] | one, free[1] | two
-            own = set().union(*weighed) & {*loops}
-            keys = frozenset(loops[x] for x in own) or keys
+            common = set().union(*weighed) & {*loops}
+            keys = frozenset(loops[x] for x in common) or keys
         return Product(eqn, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
@@ -385,7 +390,7 @@ class Softmaxes:
             back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
                 pairs = zip(loops, origin.all_marks, strict=True)
-                sliced.update(x.of for x, marks in pairs if is_varied(marks))
+                sliced.update(x.name for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
         all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
@@ -484,5 +489,5 @@ class Softmaxes:
         """Returns whether an activation is linear in the one kernel that made it."""
         summands = self.scaling.of(key, key.whole)
         factors = [f for s in summands for f in s.linear[:1]]
-        is_sole = self.facts.of(key).sole not in (None, -1)
+        is_sole = self.facts.of(key).only_kernel not in (None, -1)
         return is_sole and len(factors) == len(summands)

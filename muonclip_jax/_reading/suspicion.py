@@ -50,7 +50,9 @@ class Suspect(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
-    of: list[set[int]]  # for each dimension of the result, those of the product in it
+    root_dims: list[
+        set[int]
+    ]  # for each dimension of the result, those of the product in it
 
 
 _CONV = "conv_general_dilated"
@@ -77,7 +79,7 @@ def suspicions(
             continue
         seen.update(roots)
         atoms = [atom for eqn in roots for atom in eqn.inputs()]
-        makers = {m.number for x in atoms for m in suspicion.makers.of(x, x.whole)}
+        makers = {m.parameter for x in atoms for m in suspicion.makers.of(x, x.whole)}
         layer = Layer(roots, makers=makers)
         is_divided = bits & (suspicion.divisors | suspicion.normalized)
         if bits & suspicion.exponential and (is_divided or reader.divides(site)):
@@ -265,7 +267,7 @@ class _Suspicion(Forward[Taint]):
             entrywise = out.entrywise | (0 if is_product else self._born(eqn))
             return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
         x, y = self._facts.inputs(eqn)[:2]
-        if not is_product or x.sole == y.sole not in (None, -1):
+        if not is_product or x.only_kernel == y.only_kernel not in (None, -1):
             return out  # both operands are outputs of one kernel, as in `silu`
         return out._replace(entrywise=self._born(eqn))
 
@@ -337,8 +339,10 @@ class _Suspicion(Forward[Taint]):
                 continue
             new_bits[bit] = bit
             if over or eqn.name == _CONV:
-                made = [_all(along[d] for d in ds or over) for ds in dims_of]
-                new_bits[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
+                root_dims = [_all(along[d] for d in ds or over) for ds in dims_of]
+                new_bits[bit] = self._bit(
+                    self.products[bit]._replace(eqn=eqn, root_dims=root_dims)
+                )
         kept = [
             union(new_bits.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]
         ]
@@ -362,8 +366,8 @@ class _Suspicion(Forward[Taint]):
             return 0
         if any(self._is_value(eqn, i) for i in (0, 1)):
             return 0
-        of = [{d} for d in range(len(eqn.output().shape))]
-        return self._bit(Suspect(eqn, eqn, of))
+        root_dims = [{d} for d in range(len(eqn.output().shape))]
+        return self._bit(Suspect(eqn, eqn, root_dims))
 
     def _is_value(self, eqn: Eqn, i: int) -> bool:
         """Returns whether a product keeps an operand's features and sums over others.
@@ -388,9 +392,9 @@ class _Suspicion(Forward[Taint]):
         """Returns `Softmaxes.to`, without the dimensions of a convolution."""
         return self._reader.to(eqn) if eqn.name != _CONV else ((), ())
 
-    def _sides(self, of: Eqn | int) -> tuple[set[int], set[int]]:
+    def _sides(self, product: Eqn | int) -> tuple[set[int], set[int]]:
         """Returns the dimensions of a product, or of that of a bit, in its operands."""
-        eqn = self.products[of].root if isinstance(of, int) else of
+        eqn = self.products[product].root if isinstance(product, int) else product
         a, b = ({d for d in to if d is not None} for to in self._to(eqn))
         return a, b
 
@@ -405,7 +409,7 @@ class _Suspicion(Forward[Taint]):
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the product's dimensions in each axis, or `[]` if marks are lost."""
-        target, *_, of = self.products[bit]
+        target, *_, root_dims = self.products[bit]
 
         def follow(eqn: Eqn, k: int) -> list[int]:
             back, taints = moves(eqn, k) if eqn is not target else [], self.inputs(eqn)
@@ -414,7 +418,11 @@ class _Suspicion(Forward[Taint]):
         origins = self._reader.graph.walk(atom, atom.each(), follow)
         arrived = [x.all_marks for x in origins if x.eqn is target]
         return [
-            _all(of[d] for marks in all_marks for d in dimensions_in(marks, target))
+            _all(
+                root_dims[d]
+                for marks in all_marks
+                for d in dimensions_in(marks, target)
+            )
             for all_marks in zip(*arrived, strict=True)
         ]
 

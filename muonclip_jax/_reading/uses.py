@@ -20,7 +20,7 @@ from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One use of a parameter; `number` is its place among the leaves.
+    """One use of a parameter; `parameter` is its place among the leaves.
 
     The kind is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to
     or multiplied with activations), `"data"` (used with data alone), `"factor"` (of a
@@ -28,7 +28,7 @@ class Note(NamedTuple):
     """
 
     kind: str
-    number: int
+    parameter: int
     eqn: Eqn | None = None
     event: int = 0
     # Axes of the parameter with the role of each: "input", "output", "stack" or "rank"
@@ -89,8 +89,8 @@ class Uses:
         self.notes = [self._judged(note) for note in self.notes]
         self.chosen = self._routers.events  # whose outputs decide where others go
 
-    def numbers_of(self, *kinds: str) -> set[int]:
-        return {note.number for note in self.notes if note.kind in kinds}
+    def parameters_of(self, *kinds: str) -> set[int]:
+        return {note.parameter for note in self.notes if note.kind in kinds}
 
     def _use(self, kind: str, eqn: Eqn, *facts: Fact) -> None:
         """Notes the same use of all parameters in the operands that are weights.
@@ -99,7 +99,7 @@ class Uses:
         """
         for fact in facts:
             leaves = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
-            self.notes += [Note(kind, number, eqn) for number in leaves]
+            self.notes += [Note(kind, parameter, eqn) for parameter in leaves]
 
     # Equations.
 
@@ -108,7 +108,7 @@ class Uses:
         facts = self._facts.inputs(eqn)
         if not any(f.leaves for f in facts):
             return
-        if self._facts.event(eqn) & self._facts.own:
+        if self._facts.event(eqn) & self._facts.norm_events:
             return
         if eqn.is_product:
             self._product(eqn, inputs, facts)
@@ -140,7 +140,7 @@ class Uses:
         A network's value may be gone if only its slope is used: in slopes of slopes,
         JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
         """
-        noted, slopes = {note.number for note in self.notes}, 0
+        noted, slopes = {note.parameter for note in self.notes}, 0
         for eqn in self._reader.equations:
             event = self._facts.event(eqn) if eqn.is_slope and not eqn.inside else 0
             if not event:
@@ -156,8 +156,8 @@ class Uses:
             elif (i := self._facts.weight_of(eqn)) is not None:
                 self._weight(eqn, i, set())
                 self.last |= 0 if facts[1 - i].past & slopes else event
-            self.notes = before + [x for x in self.notes if x.number not in noted]
-            noted |= {note.number for note in self.notes[len(before) :]}
+            self.notes = before + [x for x in self.notes if x.parameter not in noted]
+            noted |= {note.parameter for note in self.notes[len(before) :]}
 
     def _entrywise(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes weights that meet activations entry by entry."""
@@ -192,15 +192,15 @@ class Uses:
 
     def _carries_and_branches(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
-        of, first = self._facts.of, eqn.inside[0]
+        fact_of, first = self._facts.of, eqn.inside[0]
         pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
         if eqn.name == "cond":
             branches = (zip(x.outputs, eqn.outputs(), strict=True) for x in eqn.inside)
             pairs += itertools.chain(*branches)
         for given, taken in pairs:
             # Other trips or branches make this carry or result from activations.
-            if of(given).is_weight and not of(taken).is_weight:
-                self._use("elementwise", eqn, of(given))
+            if fact_of(given).is_weight and not fact_of(taken).is_weight:
+                self._use("elementwise", eqn, fact_of(given))
 
     def _unknown(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes a primitive without a rule, which may do anything."""
@@ -245,8 +245,8 @@ class Uses:
         self._routers.keep_features(eqn, i, inputs[1 - i], other)
         self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
         self.fed |= other.past
-        if other.is_deep and other.sole not in (None, -1):
-            self.features.add(other.sole)
+        if other.is_deep and other.only_kernel not in (None, -1):
+            self.features.add(other.only_kernel)
 
     def _modulated(
         self, eqn: Eqn, i: int, kernels: list[Modulated], facts: list[Fact]
@@ -258,7 +258,7 @@ class Uses:
             self.notes = [
                 note
                 for note in self.notes
-                if note.eqn is not kernel.eqn or note.number not in leaves
+                if note.eqn is not kernel.eqn or note.parameter not in leaves
             ]
             for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
                 self._routers.note_mixers(fact)
@@ -266,8 +266,8 @@ class Uses:
         experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
         self._weight(eqn, i, experts, kernels)
         self.fed |= other.past
-        if other.is_deep and other.sole not in (None, -1):
-            self.features.add(other.sole)
+        if other.is_deep and other.only_kernel not in (None, -1):
+            self.features.add(other.only_kernel)
 
     def _weight(
         self,
@@ -372,7 +372,7 @@ class Uses:
         """Returns a note, or another of a factor whose product is no weight."""
         if note.kind != "factor" or note.eqn in self._weights:
             return note
-        is_table = (note.eqn, note.number) in self._tables
+        is_table = (note.eqn, note.parameter) in self._tables
         return note._replace(kind="looked up" if is_table else "elementwise")
 
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
@@ -380,7 +380,7 @@ class Uses:
         for atom, to, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
             if self._is_picked(atom):
                 leaves = members(self._facts.of(atom).leaves)
-                self._tables |= {(eqn, number) for number in leaves}
+                self._tables |= {(eqn, parameter) for parameter in leaves}
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
@@ -416,13 +416,13 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        for _, number, all_marks in self._makers.of(atom, atom.each()):
+        for _, parameter, all_marks in self._makers.of(atom, atom.each()):
             marks_along: dict[int, set[int]] = {}
             for d, marks in enumerate(all_marks):
                 for axis in varied(marks):
                     marks_along.setdefault(axis, set()).add(d)
             self.experts |= {
-                (number, a)
+                (parameter, a)
                 for a, dims_along in marks_along.items()
                 if dims_along <= dims
             }
@@ -434,7 +434,7 @@ class Uses:
         if len(facts) < 2:
             return
         for i in (0, 1):
-            kernel, other = facts[i].sole, facts[1 - i].sole
+            kernel, other = facts[i].only_kernel, facts[1 - i].only_kernel
             if kernel in (None, -1, other) or other is None or kernel in self.features:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
@@ -460,12 +460,12 @@ class Uses:
         """
         if not (fact.is_deep and (starts := _one_entry(eqn))):
             return
-        for _, number, all_marks in self._makers.of(atom, atom.numbered(starts)):
-            shape = self._graph.top.inputs[number].shape
+        for _, parameter, all_marks in self._makers.of(atom, atom.numbered(starts)):
+            shape = self._graph.top.inputs[parameter].shape
             for (d, entries), marks in zip(starts.items(), all_marks, strict=True):
                 for axis in axes if len(axes := varied(marks)) == 1 else ():
                     if marks.shape[axis] == atom.shape[d] == shape[axis]:
-                        self.cuts[number, axis] |= union(1 << x for x in entries)
+                        self.cuts[parameter, axis] |= union(1 << x for x in entries)
 
 
 def _one_entry(eqn: Eqn) -> dict[int, list[int]]:

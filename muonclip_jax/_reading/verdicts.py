@@ -35,13 +35,13 @@ def verdicts(
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.
-    output_heads = union(out.ends for out in outs) & ~uses.fed | uses.last
+    output_heads = union(out.writers for out in outs) & ~uses.fed | uses.last
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
     notes: list[list[Note]] = [[] for _ in shapes]
     for note in uses.notes:
-        notes[note.number].append(note)
+        notes[note.parameter].append(note)
 
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
