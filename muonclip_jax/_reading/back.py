@@ -127,9 +127,9 @@ def tile(op: Op) -> Moves:
 
 def reduce(op: Op) -> Moves:
     """Returns the moves of an operation that reduces its axes to one entry."""
-    left, axes = itertools.count(), op.eqn.axes
+    out_dims, axes = itertools.count(), op.eqn.axes
     dims = range(len(op.ins[0]))
-    return [(0, op.through([None if i in axes else next(left) for i in dims]))]
+    return [(0, op.through([None if i in axes else next(out_dims) for i in dims]))]
 
 
 def mixing(op: Op) -> Moves:

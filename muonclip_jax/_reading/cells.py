@@ -157,15 +157,15 @@ def is_partial(marks: Marks) -> bool:
     return bool(np.any(marks == 0))
 
 
-def agreed(every: Sequence[Rows], cells: Cells) -> np.ndarray | None:
+def agreed(leaf_rows: Sequence[Rows], cells: Cells) -> np.ndarray | None:
     """Returns the trips of each layer of a stack, `None` if leaves order them unlike.
 
     A leaf may lack the last axes of the stack, along which layers share it.
     """
     none = np.empty((), object)
     none[()] = cells.trips
-    deepest = max((x.trips for x in every), key=np.ndim, default=none)
-    for x in every:
+    deepest = max((x.trips for x in leaf_rows), key=np.ndim, default=none)
+    for x in leaf_rows:
         depth = x.trips.ndim
         trips = np.bitwise_or.reduce(deepest, axis=tuple(range(depth, deepest.ndim)))
         if deepest.shape[:depth] != x.trips.shape or (trips != x.trips).any():
@@ -193,8 +193,8 @@ def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
     trips = [union(distinct(numbered(1, 0, x.size))) for x in loops]
     return [
         loop
-        for i, (loop, every) in enumerate(zip(loops, trips, strict=True), 1)
-        if any(is_apart(f.all_marks[i], every) for f in factors)
+        for i, (loop, bits) in enumerate(zip(loops, trips, strict=True), 1)
+        if any(is_apart(f.all_marks[i], bits) for f in factors)
     ]
 
 
@@ -203,9 +203,9 @@ def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
 
     The marks of factors are those of heads, then those of trips, if there are loops.
     """
-    every = [_cells_of(s, trips, heads) for summands in sums for s in summands]
+    columns = [_cells_of(s, trips, heads) for summands in sums for s in summands]
     groups: dict[tuple[int, ...], int] = {}
-    for t, rows in enumerate(zip(*every, strict=True) if every else ()):
+    for t, rows in enumerate(zip(*columns, strict=True) if columns else ()):
         groups[rows] = groups.get(rows, 0) | 1 << t
     trips_of: dict[Any, int] = {}
     for rows, same_trips in groups.items():
@@ -217,9 +217,9 @@ def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
     ]
 
 
-def _divided(every: int, rows: Iterable[int]) -> Iterator[int]:
+def _divided(heads: int, rows: Iterable[int]) -> Iterator[int]:
     """Yields the parts into which sets divide all heads."""
-    parts = [every]
+    parts = [heads]
     for row in {*rows}:
         parts = [x for part in parts for x in (part & row, part & ~row) if x]
     return iter(parts)

@@ -116,5 +116,5 @@ def with_logits_of(operand: Fact, fact: Fact) -> Fact:
 
 def joined(facts: Sequence[Fact]) -> Fact:
     """Returns the fact of several values that are combined."""
-    every = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
-    return Fact._make(every)._replace(is_onehot=False, is_counter=False)
+    fields = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
+    return Fact._make(fields)._replace(is_onehot=False, is_counter=False)

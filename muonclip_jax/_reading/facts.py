@@ -350,14 +350,16 @@ class Facts(Forward[Fact]):
         is_before = self.before(b) & (a or deep[0].past)
         if a == b or not (is_after or is_before):
             return out
-        first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
+        earlier = eqn.inputs()[
+            inputs.index(deep[bool(is_after)])
+        ]  # the earlier summand
         writers = (b, a)[bool(is_after)]
         # The norm in a distance is one number for all outputs, possibly after a
         # parameter was added to it. Then no layer made the earlier summand.
         graph = self.graph
-        sums = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
+        sums = [x for x in graph.made_by(earlier) if x.kind is Kind.SUM]
         parts = [x for maker in sums for x in maker.inputs() if self.of(x).is_deep] or [
-            first
+            earlier
         ]
         is_one = (
             x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
@@ -438,9 +440,9 @@ def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
 
     def makers(atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array, past any `stop_gradient`."""
-        made = facts.graph.made_by(atom)
-        is_stopped = [x.kind for x in made] == [Kind.STOPPED]
-        return makers(made[0].inputs()[0]) if is_stopped else made
+        eqns = facts.graph.made_by(atom)
+        is_stopped = [x.kind for x in eqns] == [Kind.STOPPED]
+        return makers(eqns[0].inputs()[0]) if is_stopped else eqns
 
     for x, y in (eqn.inputs(), eqn.inputs()[::-1]):
         for maker in makers(y):

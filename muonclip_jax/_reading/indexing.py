@@ -29,8 +29,8 @@ def static_slice(op: Op) -> Moves:
     def move(marks: Marks) -> Marks:
         for d, (start, step, n) in enumerate(zip(starts, steps, op.out, strict=True)):
             if op.ins[0][d] != n:
-                at = slice(start, start + (n - 1) * step + 1, step)
-                marks = placed(marks, op.lead + d, op.ins[0][d], at)
+                taken = slice(start, start + (n - 1) * step + 1, step)
+                marks = placed(marks, op.lead + d, op.ins[0][d], taken)
         return marks
 
     return [(0, move)]
@@ -40,12 +40,12 @@ def split(op: Op) -> Moves:
     axis = op.params["axis"]
     size = op.ins[0][axis]
     sizes = op.params.get("sizes", (1,) * size)
-    at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
+    part = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
     def move(marks: Marks) -> Marks:
         if op.eqn.name == "unstack":  # the result lacks the axis
             marks = np.expand_dims(marks, op.lead + axis)
-        return placed(marks, op.lead + axis, size, at)
+        return placed(marks, op.lead + axis, size, part)
 
     return [(0, move)]
 
@@ -108,12 +108,12 @@ def _picked(
         # XLA moves a slice that would end outside back inside.
         first = np.clip(start, 0, size - n)
         if first.size == 1:
-            at = int(first.item())
-            marks = placed(marks, axis, size, slice(at, at + n))
+            place = int(first.item())
+            marks = placed(marks, axis, size, slice(place, place + n))
         else:
             within = [-1 if a == axis else 1 for a in range(marks.ndim)]
-            at = first + np.arange(n).reshape(within)
-            marks = placed_at(full(marks, axis, n), axis, size, at)
+            places = first + np.arange(n).reshape(within)
+            marks = placed_at(full(marks, axis, n), axis, size, places)
     return marks
 
 

@@ -175,28 +175,28 @@ def dimensions(
     return tuple(numbered(rank, lead + d, max(n, least)) for d, n in enumerate(shape))
 
 
-def placed(marks: Marks, axis: int, size: int, at: slice) -> Marks:
+def placed(marks: Marks, axis: int, size: int, part: slice) -> Marks:
     """Returns the marks of the array that a slice was taken from, empty around it."""
     if marks.shape[axis] == 1 and marks.size * size > _LARGEST[marks.dtype.kind]:
         return marks  # too large to show where the slice is: marks all entries
     shape = [size if i == axis else n for i, n in enumerate(marks.shape)]
     whole = np.full(shape, nothing(marks), marks.dtype)
-    whole[(*[slice(None)] * axis, at)] = marks
+    whole[(*[slice(None)] * axis, part)] = marks
     return whole
 
 
-def placed_at(marks: Marks, axis: int, size: int, at: np.ndarray) -> Marks:
+def placed_at(marks: Marks, axis: int, size: int, indices: np.ndarray) -> Marks:
     """Returns the marks of the array that entries were picked from, empty elsewhere.
 
     `at` has the axes of the marks. Its entries are the places along `axis`, which may
     differ in each trip and for each index.
     """
-    shape = np.broadcast_shapes(marks.shape, at.shape)
+    shape = np.broadcast_shapes(marks.shape, indices.shape)
     whole_shape = [size if i == axis else n for i, n in enumerate(shape)]
     if math.prod(whole_shape) > _LARGEST["O"]:
         return union_along(marks, [axis])
     whole = np.full(whole_shape, nothing(marks), marks.dtype)
-    places = np.broadcast_to(at, shape)
+    places = np.broadcast_to(indices, shape)
     np.put_along_axis(whole, places, np.broadcast_to(marks, shape), axis)
     return whole
 

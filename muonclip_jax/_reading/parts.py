@@ -63,7 +63,7 @@ def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
     parts = Parts({}, "", set(), set(), set())
     scaled: dict[int, Entries] = {}
     number = cells.heads.bit_count()
-    is_unsure, here = False, []
+    is_unsure, present = False, []
     for s in summands:
         pairs = [(f, Entries.of(f, cells)) for f in s.factors]
         linear = [x for x in pairs if x[0].is_linear]
@@ -71,8 +71,8 @@ def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
         if not (all(is_in) if linear else any(is_in) or not is_in):
             continue  # the summand is in other cells
         parts.makers.update(f.parameter for f, x in pairs if x.heads.any())
-        here.append((s, linear))
-    for s, linear in here:
+        present.append((s, linear))
+    for s, linear in present:
         trained = [x for x in linear if x[0].parameter not in frozen]
         if not trained:
             why = FROZEN if linear else s.why or NORMED

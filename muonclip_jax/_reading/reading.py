@@ -117,9 +117,9 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         # A parameter that is looked up or added to activations is no weight where it
         # meets another parameter: a kernel makes keys from learned queries. The first
         # pass finds such parameters.
-        reader = Softmaxes(graph, Facts(graph, tokens))
-        layers = attention_layers(reader)
-        uses = Uses(reader, tokens)
+        softmaxes = Softmaxes(graph, Facts(graph, tokens))
+        layers = attention_layers(softmaxes)
+        uses = Uses(softmaxes, tokens)
         new_tokens = uses.parameters_of(
             "elementwise", "looked up"
         ) & uses.parameters_of("factor")
@@ -127,19 +127,19 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         if new_tokens <= tokens:
             break
         tokens |= new_tokens
-    refused, unclipped = suspicions(reader, layers)
+    refused, unclipped = suspicions(softmaxes, layers)
     layers += refused
-    frozen = reader.frozen, {*members(reader.facts.choosing)}
-    leaf_verdicts = verdicts(uses, reader.facts.outputs, shapes, is_float, *frozen)
+    frozen = softmaxes.frozen, {*members(softmaxes.facts.choosing)}
+    leaf_verdicts = verdicts(uses, softmaxes.facts.outputs, shapes, is_float, *frozen)
     leaf_verdicts = doubted(shown.paths, shapes, completed(shown, leaf_verdicts))
     by_leaf = dict(zip(call.arrays, leaf_verdicts, strict=True))
-    every = [by_leaf.get(i) for i in range(len(tree.leaves))]
+    tree_verdicts = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
     reading = ModelReading(
-        tree.unflatten((v and v.is_known and v.numbers) or None for v in every),
-        tree.unflatten(v and v.label for v in every),
+        tree.unflatten((v and v.is_known and v.numbers) or None for v in tree_verdicts),
+        tree.unflatten(v and v.label for v in tree_verdicts),
         tuple(n.layer for n in named if n.layer is not None),
         tuple(
             paths.show(p)

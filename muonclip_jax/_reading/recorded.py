@@ -133,10 +133,10 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "instead; if it is not, give strict=False"
         )
     # Layers that one loop runs, or one product has, are recorded together.
-    every = _sites(layers)
-    sites = {id(site): (layer, site) for layer, site in every}
+    layer_sites = _sites(layers)
+    sites = {id(site): (layer, site) for layer, site in layer_sites}
     if call.twins:
-        sites = _in_symbols(call, every)
+        sites = _in_symbols(call, layer_sites)
     outs, recorded = _Recorder([*sites.values()]).run(call.original, call.values, ())
     by_site = {key: recorded[n] for n, key in enumerate(sites)}
     stats: dict[str, Any] = {}
@@ -161,13 +161,13 @@ def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
     return [(layer, site) for layer in recorded for site in layer.sites]
 
 
-def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
+def _in_symbols(call: Call, layer_sites: Sequence[tuple[Layer, Site]]) -> Sites:
     """Returns the sites for all sizes of symbolic dimensions, by a second reading."""
     other = call._replace(body=call.twins[1].body)
     sites, of_twins = {}, _sites(read_call(other)[1])
-    if len(of_twins) != len(every):
-        of_twins = [None] * len(every)
-    for (layer, site), of_twin in zip(every, of_twins, strict=True):
+    if len(of_twins) != len(layer_sites):
+        of_twins = [None] * len(layer_sites)
+    for (layer, site), of_twin in zip(layer_sites, of_twins, strict=True):
         is_same = of_twin is not None and layer.stacked == of_twin[0].stacked
         new = site.in_symbols(of_twin[1], call.twins) if of_twin and is_same else None
         if new is None:
@@ -378,12 +378,12 @@ class _Recorder:
 
     def _cond(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs the chosen branch; heads of other branches get -inf."""
-        (index, *args), every = inputs, {}
+        (index, *args), all_stats = inputs, {}
         like: list[Any] = [None] * len(eqn.outvars)
 
         def whole(run: Any, args: list[Any]) -> Any:
             outs, stats = run(args)
-            return _split_as(like, outs), _nothing(every) | stats
+            return _split_as(like, outs), _nothing(all_stats) | stats
 
         runs = [
             lambda args, body=body, i=i: self.run(body, args, address, i)
@@ -391,7 +391,7 @@ class _Recorder:
         ]
         for run in runs:
             outs, stats = jax.eval_shape(run, args)
-            like, every = _split_as(outs, like), every | stats
+            like, all_stats = _split_as(outs, like), all_stats | stats
         return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
     def _shard_map(self, eqn: Any, inputs: list[Any], address: Address):

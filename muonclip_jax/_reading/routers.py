@@ -27,8 +27,12 @@ class Routers:
     which entries are taken.
     """
 
-    def __init__(self, reader: Softmaxes, makers: Makers):
-        self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
+    def __init__(self, softmaxes: Softmaxes, makers: Makers):
+        self._softmaxes, self._facts, self._graph = (
+            softmaxes,
+            softmaxes.facts,
+            softmaxes.graph,
+        )
         self._makers = makers
         self.chosen = 0  # events whose outputs decide where activations go
         self._kept = 0  # events of keys, whose outputs linear attention keeps
@@ -62,7 +66,7 @@ class Routers:
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
             # Entry by entry it is a gate of features and mixes nothing.
-            if eqn.kind is Kind.PRODUCT and not self._reader.is_repeated(eqn, i):
+            if eqn.kind is Kind.PRODUCT and not self._softmaxes.is_repeated(eqn, i):
                 continue
             states = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
@@ -184,10 +188,10 @@ class Routers:
                 continue
             others = eqn.to[1 - i]
             free = {d for d in eqn.to[i] if d is not None and d not in others}
-            for bits, (atom, axes) in self._reader.sums:
+            for bits, (atom, axes) in self._softmaxes.sums:
                 if not bits & 1 << k:
                     continue
-                all_marks, _ = self._reader.to_product(
+                all_marks, _ = self._softmaxes.to_product(
                     atom, atom.numbered(axes), 1 << k
                 )
                 inner = len(eqn.frame.lead)

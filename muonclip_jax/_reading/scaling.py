@@ -181,8 +181,8 @@ class Scaling:
         def follow(eqn: Eqn, k: int) -> Iterable[int]:
             return () if eqn.is_slope else range(len(eqn.inputs()))
 
-        made = self._graph.walk(atom, atom.whole, follow)
-        return SLOPE if any(x.eqn and x.eqn.is_slope for x in made) else ADDED
+        origins = self._graph.walk(atom, atom.whole, follow)
+        return SLOPE if any(x.eqn and x.eqn.is_slope for x in origins) else ADDED
 
     def _operand(self, eqn: Eqn, i: int, move: Move, walk: Walk) -> Sum:
         next_walk = walk._replace(all_marks=tuple(map(move, walk.all_marks)))
@@ -263,10 +263,10 @@ class Scaling:
     def _finite_case(self, eqn: Eqn) -> int | None:
         """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
         # The operands of `select_n` are the condition, the case for False, for True.
-        made = self._graph.made_by(eqn.inputs()[0])
-        if len(made) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
+        eqns = self._graph.made_by(eqn.inputs()[0])
+        if len(eqns) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
             return None
-        test, args = made[0], made[0].inputs()
+        test, args = eqns[0], eqns[0].inputs()
         if test.name == "is_finite":
             return 2
         is_nan = test.name == "ne" and args[0] == args[1]

@@ -101,7 +101,7 @@ class Divider:
         return sides._replace(sums=sums)
 
     def divide(
-        self, every: Sequence[Sides], others: Sequence[Sides] = ()
+        self, regions: Sequence[Sides], others: Sequence[Sides] = ()
     ) -> list[LayerCells]:
         """Divides the cells of products into layers, each with the pairs that scale it.
 
@@ -110,7 +110,7 @@ class Divider:
         further summands that tell cells apart.
         """
         loops: dict[Any, Lead] = {}
-        for x in (x for sides in (*every, *others) for x in sides.sides):
+        for x in (x for sides in (*regions, *others) for x in sides.sides):
             around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
             around = [y for y in around if y.name not in self.loops_of_heads]
             marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
@@ -122,28 +122,30 @@ class Divider:
             self.refusals.append(f"its loops have {trips.number} trips")
             self.trips = trips = Trips()
         if trips.loops:
-            every, others = ([self._marked(x) for x in of] for of in (every, others))
-        number = max(x.heads.number for x in every)
-        cells = classes_of(
-            [y for x in (*every, *others) for y in x.sums], trips, number
+            regions, others = (
+                [self._marked(x) for x in of] for of in (regions, others)
+            )
+        number = max(x.heads.number for x in regions)
+        cell_classes = classes_of(
+            [y for x in (*regions, *others) for y in x.sums], trips, number
         )
         # Summands that a clip does not scale make no difference.
-        for i in (0, 1) if len(cells) > 1 else ():
+        for i in (0, 1) if len(cell_classes) > 1 else ():
             groups: dict[Any, Cells] = {}
-            for one in cells:
-                sums = (y for x in every for y in x.sums)
-                parts = (parts_in(y, one, self._frozen) for y in sums)
-                key = one[i], *(x.parameters for x in parts)
-                old = groups.get(key, one)
-                groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
-            cells = list(groups.values())
+            for cells in cell_classes:
+                sums = (y for x in regions for y in x.sums)
+                parts = (parts_in(y, cells, self._frozen) for y in sums)
+                key = cells[i], *(x.parameters for x in parts)
+                old = groups.get(key, cells)
+                groups[key] = Cells(old.trips | cells.trips, old.heads | cells.heads)
+            cell_classes = list(groups.values())
         classes: list[LayerCells] = []
-        for one in cells:
-            if (layer := self._class(every, one)) is not None:
+        for cells in cell_classes:
+            if (layer := self._class(regions, cells)) is not None:
                 classes.append(layer)
                 continue
-            for t in members(one.trips):
-                layer = self._class(every, one._replace(trips=1 << t))
+            for t in members(cells.trips):
+                layer = self._class(regions, cells._replace(trips=1 << t))
                 if layer is None:
                     why = "the layers of its loops cannot be distinguished"
                     self.refusals.append(why)
@@ -151,11 +153,11 @@ class Divider:
                     classes.append(layer)
         return sorted(classes, key=lambda x: [y & -y for y in x.cells])
 
-    def _class(self, every: Sequence[Sides], cells: Cells) -> LayerCells | None:
+    def _class(self, regions: Sequence[Sides], cells: Cells) -> LayerCells | None:
         """Returns the layer of some cells; `None` if its leaves are no stack."""
         pairs, rows = list[Pair](), list[Rows]()
         makers, events = set[int](), (set[int](), set[int]())
-        for sides in every:
+        for sides in regions:
             out, whys = [], []
             for side, summands in zip(sides.sides, sides.sums, strict=True):
                 parts = parts_in(summands, cells, self._frozen)

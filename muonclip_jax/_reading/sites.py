@@ -159,28 +159,30 @@ HeadMaps = Sequence[tuple[Product, HeadMap]]
 
 
 def sites_of(
-    reader: Softmaxes, head_maps: HeadMaps, exps: Sequence[Eqn], bits: int
+    softmaxes: Softmaxes, head_maps: HeadMaps, exps: Sequence[Eqn], bits: int
 ) -> tuple[list[Site], list[Route]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
     There is one site if all logits are joined, and one for each tile of keys if not.
     """
-    if named := _statistic(reader, head_maps[-1][0]):
+    if named := _statistic(softmaxes, head_maps[-1][0]):
         return [named], []
     sites: dict[Atom, Site] = {}
     routes: list[Route] = []
-    left = bits
+    missing = bits
     for exp in exps:
-        site = _entrance(reader, exp, bits)
+        site = _entrance(softmaxes, exp, bits)
         if site is None or site.atom in sites:
             continue
-        fact = reader.facts.value(site.atom)
-        here = [x for x in head_maps if reader.facts.product(x[0].eqn) & fact.products]
+        fact = softmaxes.facts.value(site.atom)
+        here = [
+            x for x in head_maps if softmaxes.facts.product(x[0].eqn) & fact.products
+        ]
         if here:
             sites[site.atom] = site
-            routes += _routes(reader, here, site, bits)
-            left &= ~fact.products
-    if left or not sites:
+            routes += _routes(softmaxes, here, site, bits)
+            missing &= ~fact.products
+    if missing or not sites:
         raise Unclear(_LOST)
     return [*sites.values()], routes
 
@@ -189,58 +191,59 @@ _LOST = "could not be followed into the softmax"
 
 
 def _routes(
-    reader: Softmaxes, head_maps: HeadMaps, site: Site, bits: int
+    softmaxes: Softmaxes, head_maps: HeadMaps, site: Site, bits: int
 ) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = head_maps[-1]
-    atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in head_maps]
-    all_marks, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
+    atom, bits_of = site.atom, [softmaxes.facts.product(x.eqn) for x, _ in head_maps]
+    all_marks, _ = softmaxes.to_product(atom, atom.each() or atom.whole, bits_of[-1])
     if all_marks is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
     # Some of these entries may belong to no head, which `is_varied` would not see.
     marked = [{*union_but(x, of_heads).ravel().tolist()} for x in all_marks]
     dims = enumerate(zip(atom.shape, marked, strict=False))
-    site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
-    site.rows, route = _rows(reader, site, product, heads)
-    routes = [reader.to_product(atom, atom.whole, bit)[1] for bit in bits_of[:-1]]
+    site.dims = tuple(d for d, (n, masks) in dims if n > 1 and len(masks) > 1)
+    site.rows, route = _rows(softmaxes, site, product, heads)
+    routes = [softmaxes.to_product(atom, atom.whole, bit)[1] for bit in bits_of[:-1]]
     routes.append(route)
     if any(route.joins for route in routes):
         # Joining the logits of a query with several kinds of keys, such as keys and
         # their means, is fine. Logits joined along the axis of heads have different
         # heads in each product, so they are not one layer.
         if any(
-            not np.array_equal(_rows(reader, site, *x)[0], site.rows) for x in head_maps
+            not np.array_equal(_rows(softmaxes, site, *x)[0], site.rows)
+            for x in head_maps
         ):
             raise Refused(
                 "logits of several products are joined, each of other heads: give each "
                 "of them a softmax of its own"
             )
-        site.boxes = [_box(reader, site, bit) for bit in bits_of]
+        site.boxes = [_box(softmaxes, site, bit) for bit in bits_of]
         if (slice(None),) * len(atom.shape) in site.boxes:  # logits fill the operand
             site.boxes = []
-    _note_biases(reader, site, routes, bits)
+    _note_biases(softmaxes, site, routes, bits)
     return routes
 
 
 def _note_biases(
-    reader: Softmaxes, site: Site, routes: Sequence[Route], bits: int
+    softmaxes: Softmaxes, site: Site, routes: Sequence[Route], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
     eqns = [eqn for route in routes for eqn in route.eqns]
     biases: dict[Address, set[int]] = {eqn.address: set() for eqn in eqns}
     for eqn, i in (added for route in routes for added in route.added):
-        fact = reader.facts.value(eqn.inputs()[i])
+        fact = softmaxes.facts.value(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
             biases[eqn.address].add(i)
             kernel = -1 if fact.only_kernel is None else fact.only_kernel
-            if made := members(fact.leaves) if kernel < 0 else [kernel]:
-                site.added.setdefault(eqn.line, set()).update(made)
+            if parameters := members(fact.leaves) if kernel < 0 else [kernel]:
+                site.added.setdefault(eqn.line, set()).update(parameters)
     if any(biases.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in eqns):
         site.biases = biases
 
 
-def _statistic(reader: Softmaxes, product: Product) -> Site | None:
+def _statistic(softmaxes: Softmaxes, product: Product) -> Site | None:
     """Returns the equation that names a kernel's maxima as the statistic, if any."""
     frame = product.eqn.frame
     while frame.kind != "kernel":
@@ -249,15 +252,15 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
         frame = frame.caller.frame
     call: Any = frame.caller
     rule: Any = kernels.rule_of(call.jaxpr_eqn)
-    for eqn in reader.equations if isinstance(rule.maxima, int) else ():
+    for eqn in softmaxes.equations if isinstance(rule.maxima, int) else ():
         if jaxprs.is_statistic(eqn.jaxpr_eqn):
             (atom,) = eqn.inputs()
-            if any(x.eqn is call for x in reader.graph.walk(atom, atom.whole)):
+            if any(x.eqn is call for x in softmaxes.graph.walk(atom, atom.whole)):
                 return Site(eqn)
     return None
 
 
-def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
+def _entrance(softmaxes: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """Goes back from an exponential to its operand before it was shifted.
 
     A softmax subtracts the maximum of its logits, their log-sum-exp, or any other
@@ -269,11 +272,11 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     site = Site(exp, factor=factor, operand=len(exp.jaxpr_eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
-        eqns = reader.graph.made_by(atom)
-        if len(eqns) != 1 or reader.facts.product(eqns[0]) & bits:
+        eqns = softmaxes.graph.made_by(atom)
+        if len(eqns) != 1 or softmaxes.facts.product(eqns[0]) & bits:
             return site
         (eqn,), inputs = eqns, eqns[0].inputs()
-        facts = reader.facts.inputs(eqn)
+        facts = softmaxes.facts.inputs(eqn)
         operands = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if eqn.kind is Kind.LOGARITHM or (
             eqn.kind is Kind.LARGER and len(operands) > 1
@@ -285,11 +288,11 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         if is_scaled and len(operands) > 1:
             return site  # logits divided by their own spread are not shifted
         if eqn.kind is Kind.DIFFERENCE and operands[0] == 0:
-            if maxima := reader.maxima(inputs[1], facts[0].products & bits):
+            if maxima := softmaxes.maxima(inputs[1], facts[0].products & bits):
                 # A maximum of segments, by a scatter, has no axis of its own.
                 axes = maxima[0].axes
                 site = Site(maxima[0] if axes else eqn, axes, factor=factor)
-            elif operands == [0, 1] or reader.maxima(inputs[1], bits):
+            elif operands == [0, 1] or softmaxes.maxima(inputs[1], bits):
                 site = Site(eqn, factor=factor)
         elif is_scaled:
             number = inputs[1 - operands[0]].number
@@ -299,7 +302,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
 
 
 def _rows(
-    reader: Softmaxes, site: Site, product: Product, heads: HeadMap
+    softmaxes: Softmaxes, site: Site, product: Product, heads: HeadMap
 ) -> tuple[np.ndarray, Route]:
     """Returns `Site.rows` for a product, and the path from the product to the site."""
     atom = site.atom
@@ -312,8 +315,8 @@ def _rows(
         raise Unclear(cannot)
     sizes = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
     marks = numbered(1, 0, count, exact=True).reshape([1] * atom.lead + sizes)
-    bit = reader.facts.product(product.eqn)
-    all_marks, route = reader.to_product(atom, (marks,), bit)
+    bit = softmaxes.facts.product(product.eqn)
+    all_marks, route = softmaxes.to_product(atom, (marks,), bit)
     assert all_marks is not None
     # Each product has its own axes of heads: one with skewed relative positions may
     # order them differently.
@@ -340,13 +343,13 @@ def _rows(
     return np.array(rows), route
 
 
-def _box(reader: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
+def _box(softmaxes: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
     """Returns the part of the operand that holds a product's logits."""
     box = [slice(None)] * len(site.atom.shape)
     for d, n in enumerate(site.atom.shape):
         # Float marks are joined by their maximum: marks n and -n give both ends.
         up = site.atom.marked(d, np.arange(n, dtype=float))
-        all_marks, _ = reader.to_product(site.atom, (up, -up), bit)
+        all_marks, _ = softmaxes.to_product(site.atom, (up, -up), bit)
         if all_marks is not None and n > 1 and d not in site.dims:
             low, high = -int(all_marks[1].max()), int(all_marks[0].max()) + 1
             box[d] = slice(None) if (low, high) == (0, n) else slice(low, high)

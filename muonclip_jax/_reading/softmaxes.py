@@ -49,8 +49,8 @@ class Product(NamedTuple):
     @property
     def sizes(self) -> dict[int, int]:
         """Returns the size of each axis of its marks."""
-        every = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
-        return dict(enumerate(every))
+        sizes = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
+        return dict(enumerate(sizes))
 
     @property
     def is_key(self) -> list[bool]:
@@ -221,15 +221,17 @@ class Softmaxes:
             return range(len(eqn.inputs())) if eqn.kind in _IN_DIVISORS else ()
 
         kinds = (Kind.QUOTIENT, Kind.POWER)
-        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
-        walks = (self.graph.walk(divisor, divisor.whole, follow) for divisor in by)
+        divisors = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
+        walks = (
+            self.graph.walk(divisor, divisor.whole, follow) for divisor in divisors
+        )
         return {x.eqn for origins in walks for x in origins if x.eqn}
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
-        facts = (self.facts.inputs(eqn)[-1] for eqn in by)
+        dividing = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
+        facts = (self.facts.inputs(eqn)[-1] for eqn in dividing)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             joined = [x for x in groups if not x[0] & ~bits]
             groups = [x for x in groups if x not in joined]
@@ -353,9 +355,9 @@ class Softmaxes:
             if of_axis:
                 kept.update(*of_axis)
                 # Sorted entries lose their marks: the axis gets the remaining ones.
-                left = {a - lead for x in free for a in x} - kept
+                remaining = {a - lead for x in free for a in x} - kept
                 columns = (
-                    of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes
+                    of_axis[a] or (remaining if atom.shape[a] > 1 else ()) for a in axes
                 )
                 sums.append(frozenset(lead + d for x in columns for d in x))
         if eqn.kind is not Kind.CONTRACTION:
@@ -368,8 +370,8 @@ class Softmaxes:
         # Slots of soft experts have one over tokens, and one over slots: a router's.
         if (i := self.facts.weight_of(eqn)) is not None:
             one_sided.sort(key=lambda x: not x <= free[i])
-        every, apart = frozenset().union(*sums), free[0] | free[1]
-        keys = one_sided[0] if one_sided else every & apart or every
+        all_axes, apart = frozenset().union(*sums), free[0] | free[1]
+        keys = one_sided[0] if one_sided else all_axes & apart or all_axes
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in eqn.inputs())
@@ -400,21 +402,23 @@ class Softmaxes:
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
         bits, products = softmax.bits, self.facts.products.items()
-        every = [self._product(eqn, softmax) for bit, eqn in products if bit & bits]
-        every = [p for p in every if p.over]
-        chosen = [p for p in every if self._is_of_activations(p.eqn)]
+        candidates = [
+            self._product(eqn, softmax) for bit, eqn in products if bit & bits
+        ]
+        candidates = [p for p in candidates if p.over]
+        chosen = [p for p in candidates if self._is_of_activations(p.eqn)]
         # The inputs of query and key may enter the softmax again, for example squared.
         past = union(f.events for p in chosen for f in self.facts.inputs(p.eqn))
-        more = [p for p in every if chosen and not self.facts.event(p.eqn) & past]
+        more = [p for p in candidates if chosen and not self.facts.event(p.eqn) & past]
         chosen += [p for p in more if p not in chosen and self._is_relative(p)]
         # Logits with keys that are plain data may be divided by the same sum.
         chosen += [p for p in more if p not in chosen and self._is_of_data(p)]
         # Exponentials without a sum are decays, as in a state-space model.
-        asked = every if softmax.is_summed else []
+        asked = candidates if softmax.is_summed else []
         chosen = chosen or [p for p in asked if self._is_asked(p, softmax)]
         return chosen or [
             p
-            for p in every
+            for p in candidates
             if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
         ]
 

@@ -62,14 +62,16 @@ _OF_TWO = (Kind.CONTRACTION, Kind.PRODUCT, Kind.DIFFERENCE)
 
 
 def suspicions(
-    reader: Softmaxes, layers: Sequence[Layer]
+    softmaxes: Softmaxes, layers: Sequence[Layer]
 ) -> tuple[list[Layer], list[Layer]]:
     """Returns attention besides `layers`: with a possible softmax, and without one.
 
     A softmax divides exponentials by their sum. Attention without it, such as by
     sigmoids or by exponentials alone, is not clipped and is no error.
     """
-    suspicion = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
+    suspicion = _Suspicion(
+        softmaxes, {eqn for layer in layers for eqn in layer.products}
+    )
     refused, without_softmax, seen = [], [], set()
     for (site, i), bits in suspicion.sites.items():
         bits = union(bit for bit in _each(bits) if suspicion.is_over_keys(site, i, bit))
@@ -82,7 +84,7 @@ def suspicions(
         makers = {m.parameter for x in atoms for m in suspicion.makers.of(x, x.whole)}
         layer = Layer(roots, makers=makers)
         is_divided = bits & (suspicion.divisors | suspicion.normalized)
-        if bits & suspicion.exponential and (is_divided or reader.divides(site)):
+        if bits & suspicion.exponential and (is_divided or softmaxes.divides(site)):
             layer.refusal = (
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
@@ -110,10 +112,10 @@ def _all(sets: Iterable[set[int]]) -> set[int]:
 class _Suspicion(Forward[Taint]):
     """Follows products of two activations, except the products in `read`."""
 
-    def __init__(self, reader: Softmaxes, read: set[Eqn]):
+    def __init__(self, softmaxes: Softmaxes, read: set[Eqn]):
         super().__init__(_COPY)
-        self._reader, self._facts, self._read = reader, reader.facts, read
-        self.makers = Makers(reader.graph, reader.facts, reader.scaling)
+        self._softmaxes, self._facts, self._read = softmaxes, softmaxes.facts, read
+        self.makers = Makers(softmaxes.graph, softmaxes.facts, softmaxes.scaling)
         self.products: dict[int, Suspect] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # The equations and operands that weigh the other operand, with their products.
@@ -122,7 +124,7 @@ class _Suspicion(Forward[Taint]):
         self.exponential = self.normalized = 0
         # Products whose exponentials, or sums, divide something.
         self.divisors = 0
-        top = reader.graph.top
+        top = softmaxes.graph.top
         self.run(top, [_ARRAY] * len(top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
@@ -188,9 +190,9 @@ class _Suspicion(Forward[Taint]):
             case Kind.EXPONENTIAL | Kind.BENT if _is_exponential(eqn):
                 # Only the logarithm of a sum normalizes here. A sum of logarithms is
                 # a product of weights, as in stick-breaking attention.
-                made, totals = out.bent | out.linear, out.totals & out.logged
+                exponential, totals = out.bent | out.linear, out.totals & out.logged
                 self.divisors |= totals
-                return out.nonlinear()._replace(exponential=made, totals=totals)
+                return out.nonlinear()._replace(exponential=exponential, totals=totals)
             case Kind.LOGARITHM:  # a softplus or a log-softmax
                 return out.nonlinear()._replace(exponential=0, logged=out.totals)
             case Kind.LARGER:
@@ -273,8 +275,8 @@ class _Suspicion(Forward[Taint]):
 
     def _is_mask(self, atom: Atom) -> bool:
         """Returns whether an array is a mask as numbers, such as one-hot rows."""
-        while len(made := self._reader.graph.made_by(atom)) == 1:
-            eqn, inputs = made[0], made[0].inputs()
+        while len(eqns := self._softmaxes.graph.made_by(atom)) == 1:
+            eqn, inputs = eqns[0], eqns[0].inputs()
             if eqn.kind is Kind.CHOICE:
                 return all(x.number is not None for x in inputs[1:])
             if eqn.kind not in (Kind.SAME, Kind.REPEATED, Kind.PERMUTED, Kind.STOPPED):
@@ -296,9 +298,11 @@ class _Suspicion(Forward[Taint]):
             dims = _all(along[d] for d in eqn.axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
-        made = out.entrywise & (out.all if is_transform else products)
-        rest = out.entrywise & ~made
-        return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
+        completed = out.entrywise & (out.all if is_transform else products)
+        rest = out.entrywise & ~completed
+        return out._replace(
+            linear=out.linear | completed, totals=totals, entrywise=rest
+        )
 
     def _through(self, eqn: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
@@ -359,7 +363,7 @@ class _Suspicion(Forward[Taint]):
         """
         facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
-        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
+        is_fixed = leaves <= self._softmaxes.frozen or not any(f.trained for f in facts)
         if eqn.is_slope or eqn in self._read or is_fixed:
             return 0
         if any(f.is_onehot for f in facts):
@@ -390,7 +394,7 @@ class _Suspicion(Forward[Taint]):
 
     def _to(self, eqn: Eqn) -> Sequence[Sequence[int | None]]:
         """Returns `Softmaxes.to`, without the dimensions of a convolution."""
-        return self._reader.to(eqn) if eqn.name != _CONV else ((), ())
+        return self._softmaxes.to(eqn) if eqn.name != _CONV else ((), ())
 
     def _sides(self, product: Eqn | int) -> tuple[set[int], set[int]]:
         """Returns the dimensions of a product, or of that of a bit, in its operands."""
@@ -415,7 +419,7 @@ class _Suspicion(Forward[Taint]):
             back, taints = moves(eqn, k) if eqn is not target else [], self.inputs(eqn)
             return [i for i, _ in back if taints[i].all & bit]
 
-        origins = self._reader.graph.walk(atom, atom.each(), follow)
+        origins = self._softmaxes.graph.walk(atom, atom.each(), follow)
         arrived = [x.all_marks for x in origins if x.eqn is target]
         return [
             _all(

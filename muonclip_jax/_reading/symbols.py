@@ -52,9 +52,9 @@ def twins_of(body: jaxprs.Inner) -> tuple[Twin, ...]:
     """
     if not any(symbols_in(x.aval) for x in (*body.jaxpr.invars, *body.jaxpr.constvars)):
         return ()
-    every = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
-    dims = [dim for dim in every if is_symbolic(dim)]
-    choice = _SizeChoice(dims, {dim for dim in every if not is_symbolic(dim)})
+    all_dims = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
+    dims = [dim for dim in all_dims if is_symbolic(dim)]
+    choice = _SizeChoice(dims, {dim for dim in all_dims if not is_symbolic(dim)})
     first = choice.sizes()
     return tuple(
         Twin(body._replace(jaxpr=_Sized(sizes).value(body.jaxpr)), sizes, dims)
@@ -90,8 +90,8 @@ class _SizeChoice:
         scopes = dict.fromkeys(dim.scope for dim in dims)
         rules = (rule for scope in scopes for rule in scope._explicit_constraints)
         self._rules = [rule for rule in rules if is_symbolic(rule.diff)]
-        every = (*dims, *(rule.diff for rule in self._rules))
-        self._names = sorted({name for dim in every for name in dim._get_vars()})
+        all_dims = (*dims, *(rule.diff for rule in self._rules))
+        self._names = sorted({name for dim in all_dims for name in dim._get_vars()})
         self._choices = {name: self._of_one(name) for name in self._names}
 
     def sizes(self, before: Sizes | None = None) -> Sizes:
@@ -101,8 +101,8 @@ class _SizeChoice:
             or self._choices[name]
             for name in self._names
         ]
-        every = itertools.islice(itertools.product(*choices), _COMBINATIONS)
-        named = (dict(zip(self._names, sizes, strict=True)) for sizes in every)
+        combinations = itertools.islice(itertools.product(*choices), _COMBINATIONS)
+        named = (dict(zip(self._names, sizes, strict=True)) for sizes in combinations)
         best: tuple[int, Sizes] | None = None
         for sizes in filter(self._is_allowed, named):
             count = self._misleading(sizes, before)
@@ -150,8 +150,8 @@ class _SizeChoice:
 
 def _dims_in(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
     """Iterates over the dimensions of all arrays in a jaxpr."""
-    made = (x for eqn in jaxpr.eqns for x in eqn.outvars)
-    for x in (*jaxpr.invars, *jaxpr.constvars, *made):
+    outvars = (x for eqn in jaxpr.eqns for x in eqn.outvars)
+    for x in (*jaxpr.invars, *jaxpr.constvars, *outvars):
         yield from getattr(x.aval, "shape", ())
     for eqn in jaxpr.eqns:
         for inner in jaxprs_in_params(eqn.params):
@@ -201,7 +201,7 @@ class _Sized:
             return variables[x]
 
         def eqn(x: Any) -> Any:
-            params = {name: self.value(of) for name, of in x.params.items()}
+            params = {name: self.value(value) for name, value in x.params.items()}
             ins, outs = ([*map(atom, xs)] for xs in (x.invars, x.outvars))
             if x.primitive.name == "reshape":
                 _check_reshape(x, ins[0].aval.shape, outs[0].aval.shape)

@@ -90,19 +90,28 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
         param_state = nnx.State({0: params} if is_module else {})
         module, objects = merged(graph, param_state, state, is_inner=True)
         args, kwargs = joined(objects, others, treedef)
-        made, *out = parted(fun(module if is_module else params, *args, **kwargs))
-        before, (now, *after) = (param_state, state), split(module, objects, tag=None)
+        out_objects, *out = parted(
+            fun(module if is_module else params, *args, **kwargs)
+        )
+        before, (new_graph, *after) = (
+            (param_state, state),
+            split(module, objects, tag=None),
+        )
         old, new = (list(map(id, jax.tree.leaves(x))) for x in (before, after))
-        is_same = now == graph and new == old and made == [None] * len(made)
-        return split(module, objects, made), out, is_same
+        is_same = (
+            new_graph == graph
+            and new == old
+            and out_objects == [None] * len(out_objects)
+        )
+        return split(module, objects, out_objects), out, is_same
 
     call = _traced(_named_as(fun, of_state), given, state, others)
 
     def outputs(values: Sequence[Any]) -> Any:
         of_objects, out, is_same = call.outputs(values)
         # Objects of an outer trace, as in a closure, must not be written to.
-        made = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
-        return joined(made, *out)
+        out_objects = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
+        return joined(out_objects, *out)
 
     return call._replace(outputs=outputs)
 
@@ -129,15 +138,17 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
         out, structure = jax.tree.flatten(out)
         # An argument that is returned unchanged is returned as given. A stored tracer
         # would outlive its trace.
-        came = {id(x): given[i] for i, x in zip(indices, arrays, strict=True)}
-        made = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in came]
-        kept = [None if i in made else came.get(id(x), x) for i, x in enumerate(out)]
-        returned[:] = structure, made, kept
-        return [out[i] for i in made]
+        passed = {id(x): given[i] for i, x in zip(indices, arrays, strict=True)}
+        new = [
+            i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in passed
+        ]
+        kept = [None if i in new else passed.get(id(x), x) for i, x in enumerate(out)]
+        returned[:] = structure, new, kept
+        return [out[i] for i in new]
 
     def outputs(values: Sequence[Any]) -> Any:
-        structure, made, out = returned
-        for i, x in zip(made, values, strict=True):
+        structure, new, out = returned
+        for i, x in zip(new, values, strict=True):
             out[i] = x
         return structure.unflatten(out)
 

@@ -55,10 +55,14 @@ class Uses:
     other.
     """
 
-    def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
-        self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
-        self._makers = Makers(reader.graph, reader.facts, reader.scaling)
-        self._routers = Routers(reader, self._makers)
+    def __init__(self, softmaxes: Softmaxes, tokens: frozenset[int]):
+        self._softmaxes, self._facts, self._graph = (
+            softmaxes,
+            softmaxes.facts,
+            softmaxes.graph,
+        )
+        self._makers = Makers(softmaxes.graph, softmaxes.facts, softmaxes.scaling)
+        self._routers = Routers(softmaxes, self._makers)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         # Parameters, each with an axis along which its entries are experts' matrices.
         self.experts: set[tuple[int, int]] = set()
@@ -73,14 +77,14 @@ class Uses:
         self._picked: dict[Atom, bool] = {}  # see `_is_picked`
         self._has_picked = any(
             is_lookup(eqn) and not self._facts.of(eqn.output()).is_deep
-            for eqn in reader.equations
+            for eqn in softmaxes.equations
         )
         # Products of parameters that are weights of later products, or are looked up.
         self._weights: set[Eqn] = set()
         # Products of parameters, with those that indices picked from tables.
         self._tables: set[tuple[Eqn, int]] = set()
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
-        for eqn in reader.equations:
+        for eqn in softmaxes.equations:
             if eqn.inside:
                 self._carries_and_branches(eqn)
             elif not eqn.is_slope:
@@ -141,7 +145,7 @@ class Uses:
         JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
         """
         noted, slopes = {note.parameter for note in self.notes}, 0
-        for eqn in self._reader.equations:
+        for eqn in self._softmaxes.equations:
             event = self._facts.event(eqn) if eqn.is_slope and not eqn.inside else 0
             if not event:
                 continue
@@ -328,7 +332,7 @@ class Uses:
     ) -> None:
         """Notes the parameters of a weight; `words` are the roles of its marks."""
         is_pair = self._facts.of(weight).is_pair
-        summands = self._reader.scaling.of(weight, all_marks)
+        summands = self._softmaxes.scaling.of(weight, all_marks)
         if is_pair:
             # Without a parameter along what is summed over, as in a window that
             # diagonal parameters make, no activation is contracted with any.
@@ -381,7 +385,7 @@ class Uses:
             if self._is_picked(atom):
                 leaves = members(self._facts.of(atom).leaves)
                 self._tables |= {(eqn, parameter) for parameter in leaves}
-            for summand in self._reader.scaling.of(atom, atom.each()):
+            for summand in self._softmaxes.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
                         (axis, to[d] is None)

@@ -56,8 +56,8 @@ def reshape(eqn: Any, values: list[np.ndarray]) -> Value:
 def broadcast(eqn: Any, values: list[np.ndarray]) -> Value:
     lead, (x, *_) = len(eqn.frame.lead), values
     shape = [*x.shape[:lead], *[1] * len(eqn.output().shape)]
-    for d, at in enumerate(eqn.jaxpr_eqn.params["broadcast_dimensions"]):
-        shape[lead + at] = x.shape[lead + d]
+    for d, out_d in enumerate(eqn.jaxpr_eqn.params["broadcast_dimensions"]):
+        shape[lead + out_d] = x.shape[lead + d]
     return x.reshape(shape)
 
 
@@ -85,7 +85,7 @@ def static_slice(eqn: Any, values: list[np.ndarray]) -> Value:
     cut = [slice(*place) for place in places]
     sizes = zip(cut, x.shape[lead:], strict=True)
     return x[
-        (*[slice(None)] * lead, *(at if n > 1 else slice(None) for at, n in sizes))
+        (*[slice(None)] * lead, *(part if n > 1 else slice(None) for part, n in sizes))
     ]
 
 

@@ -29,7 +29,9 @@ def verdicts(
     # An axis is also a stack if each of its entries is sliced off for a separate use:
     # `of` has a bit for each entry, and all are set.
     sliced_axes = {
-        (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
+        (i, a)
+        for (i, a), entries in uses.cuts.items()
+        if entries + 1 == 1 << shapes[i][a]
     }
     experts = uses.experts | sliced_axes
     # An output head feeds no further weight. A router selects activations, and its
