@@ -168,8 +168,9 @@ class LayerReader:
         routes: list[Route] = []
         try:
             if self.head_maps:
-                of = self.softmaxes, self.head_maps, self.exps, self.bits
-                layer.sites, routes = sites_of(*of)
+                layer.sites, routes = sites_of(
+                    self.softmaxes, self.head_maps, self.exps, self.bits
+                )
         except Refused as why:
             self.refusals.append(str(why))
         except Unclear as why:
@@ -206,7 +207,7 @@ class LayerReader:
         live = [x for x in self.classes if x.makers] or self.classes[:1]
         layers = [self._layer(x) for x in live if not x.makers or x.makers - frozen]
         if self.refusals:  # the same for all layers
-            self.layer.pairs = [x for of in layers for x in of.pairs]
+            self.layer.pairs = [pair for x in layers for pair in x.pairs]
             self.layer.refusal = self.refusals[0]
             return [self.layer]
         return layers
@@ -307,10 +308,8 @@ class LayerReader:
         earlier: dict[int, int] = {}
         for parts, events in scaled:
             for x in (part.parameter for part in parts):
-                meetings = facts.meetings(x) & union(events)
-                past = (
-                    union(facts.upstream(1 << i) for i in members(meetings)) & ~meetings
-                )
+                uses = facts.meetings(x) & union(events)
+                past = union(facts.upstream(1 << i) for i in members(uses)) & ~uses
                 earlier[x] = earlier.get(x, 0) | past & self.clipped
         events = union(facts.meetings(x) & ~past for x, past in earlier.items())
         parameters = union(1 << x for x in earlier)
@@ -334,34 +333,35 @@ class LayerReader:
 
         for eqn, i, (marks, *_) in route.factors:
             atom = eqn.inputs()[i]
-            if eqn.kind is Kind.PRODUCT and self.softmaxes.facts.of(atom).is_weight:
-                marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
-                marks = dict(moves(eqn, 0))[i](marks)
-                side = Side(atom, marks, 0)
-                sides = Sides([side], heads, [self.divider.sum_of(side)])
-                sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
-                classes = self.divider.divide([sides], self.sides)
-                parts = [p for x in classes for pair in x.pairs for p in pair.query]
-                is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
-                if is_each and all(y.query for x in classes for y in x.pairs):
-                    arrays = [x._replace(role=None) for x in self.arrays]
-                    arrays.append(_Array(atom, 0))
-                    scaled = _ScaledSide(
-                        parts, {y for x in classes for y in x.events[0]}
-                    )
-                    if not self._second_uses([scaled], arrays, [route]):
-                        # Heads that share a temperature, as in XCiT, are one.
-                        if 1 < len(sets) < heads.number:
-                            for site in self.layer.sites:
-                                joint = [site.rows[members(m)].ravel() for m in sets]
-                                site.rows = np.array(joint)
-                            self.layer.recorded = len(sets)
-                            joint = (1 << len(sets)) - 1
-                            classes = [
-                                x._replace(cells=x.cells._replace(heads=joint))
-                                for x in classes
-                            ]
-                        return classes
+            is_weight = self.softmaxes.facts.of(atom).is_weight
+            if eqn.kind is not Kind.PRODUCT or not is_weight:
+                continue
+            marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
+            marks = dict(moves(eqn, 0))[i](marks)
+            side = Side(atom, marks, 0)
+            sides = Sides([side], heads, [self.divider.sum_of(side)])
+            sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
+            classes = self.divider.divide([sides], self.sides)
+            parts = [p for x in classes for pair in x.pairs for p in pair.query]
+            is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
+            if not is_each or not all(y.query for x in classes for y in x.pairs):
+                continue
+            arrays = [x._replace(role=None) for x in self.arrays]
+            arrays.append(_Array(atom, 0))
+            scaled = _ScaledSide(parts, {y for x in classes for y in x.events[0]})
+            if self._second_uses([scaled], arrays, [route]):
+                continue
+            # Heads that share a temperature, as in XCiT, are one.
+            if 1 < len(sets) < heads.number:
+                for site in self.layer.sites:
+                    rows = [site.rows[members(m)].ravel() for m in sets]
+                    site.rows = np.array(rows)
+                self.layer.recorded = len(sets)
+                joint = (1 << len(sets)) - 1
+                classes = [
+                    x._replace(cells=x.cells._replace(heads=joint)) for x in classes
+                ]
+            return classes
         return None
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:

@@ -231,18 +231,12 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
     A product is where all its factors are. After something nonlinear, such as a norm
     of kernels that are put together, it is where one of them is.
     """
-    rows = [(1 << heads) - 1] * trips.number
-    factor_rows = [
-        _cells_of_factor(f, trips) for f in summand.linear or summand.factors
-    ]
+    rows = [_cells_of_factor(f, trips) for f in summand.linear or summand.factors]
+    if not rows:
+        return [(1 << heads) - 1] * trips.number
     if summand.linear:
-        return [
-            functools.reduce(operator.and_, row)
-            for row in zip(*factor_rows, strict=True)
-        ]
-    return (
-        [union(row) for row in zip(*factor_rows, strict=True)] if factor_rows else rows
-    )
+        return [functools.reduce(operator.and_, row) for row in zip(*rows, strict=True)]
+    return [union(row) for row in zip(*rows, strict=True)]
 
 
 def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
@@ -251,10 +245,8 @@ def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
         return [union(distinct(heads))] * trips.number
     heads_of: dict[int, int] = {}
     if any(a > 1 < b for a, b in zip(heads.shape, of_trips[0].shape, strict=True)):
-        both = np.broadcast_arrays(of_trips[0], heads)
-        for trip_mark, head_mark in {
-            *zip(*(x.ravel().tolist() for x in both), strict=True)
-        }:
+        both = (x.ravel().tolist() for x in np.broadcast_arrays(of_trips[0], heads))
+        for trip_mark, head_mark in {*zip(*both, strict=True)}:
             heads_of[trip_mark] = heads_of.get(trip_mark, 0) | head_mark
     else:
         heads_of = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))

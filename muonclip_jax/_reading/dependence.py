@@ -87,12 +87,10 @@ class Dependence:
                 if event := upstream & facts.meetings(parameter):
                     yield Dependency(parameter, np.ones((), int), event, line)
 
-    def _entries(self, weight: Atom, all_marks: AllMarks) -> list[tuple[int, Marks]]:
-        origins = self._graph.walk(weight, all_marks)
-        pairs = ((x.parameter, x.all_marks[0]) for x in origins)
-        return [
-            (parameter, marks) for parameter, marks in pairs if parameter is not None
-        ]
+    def _entries(self, weight: Atom, marks: AllMarks) -> Iterator[tuple[int, Marks]]:
+        for origin in self._graph.walk(weight, marks):
+            if origin.parameter is not None:
+                yield origin.parameter, origin.all_marks[0]
 
     def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
         seen = fact.weights | fact.mixed | fact.sums | fact.normalized

@@ -95,9 +95,8 @@ class Facts(Forward[Fact]):
 
     def kernels_of(self, event: int) -> int:
         """Returns the parameters in the weights of an event, given by its number."""
-        return union(
-            x.leaves for x in self.inputs(self._eqns[1 << event]) if x.is_weight
-        )
+        facts = self.inputs(self._eqns[1 << event])
+        return union(x.leaves for x in facts if x.is_weight)
 
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
@@ -350,17 +349,13 @@ class Facts(Forward[Fact]):
         is_before = self.before(b) & (a or deep[0].past)
         if a == b or not (is_after or is_before):
             return out
-        earlier = eqn.inputs()[
-            inputs.index(deep[bool(is_after)])
-        ]  # the earlier summand
+        earlier = eqn.inputs()[inputs.index(deep[bool(is_after)])]
         writers = (b, a)[bool(is_after)]
         # The norm in a distance is one number for all outputs, possibly after a
         # parameter was added to it. Then no layer made the earlier summand.
         graph = self.graph
         sums = [x for x in graph.made_by(earlier) if x.kind is Kind.SUM]
-        parts = [x for maker in sums for x in maker.inputs() if self.of(x).is_deep] or [
-            earlier
-        ]
+        parts = [x for y in sums for x in y.inputs() if self.of(x).is_deep] or [earlier]
         is_one = (
             x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
             for x in parts

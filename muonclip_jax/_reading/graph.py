@@ -334,10 +334,8 @@ class Graph:
                 followed = dict(ahead(origin, carried))
                 for i, move in moves(eqn, origin.k) if followed else ():
                     if i in followed:
-                        operand_marks = tuple(map(move, origin.all_marks))
-                        pending.append(
-                            (eqn.inputs()[i], operand_marks, origin.seen, followed[i])
-                        )
+                        operand = eqn.inputs()[i], tuple(map(move, origin.all_marks))
+                        pending.append((*operand, origin.seen, followed[i]))
 
     def walk(
         self,
@@ -474,9 +472,8 @@ def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
     devices = {x.name: x for x in frame.lead[lead:]}
     cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
-    marks = union_along(
-        marks, [x.axis for name, x in devices.items() if name not in named]
-    )
+    others = [x.axis for name, x in devices.items() if name not in named]
+    marks = union_along(marks, others)
     order, shape = list(range(lead)), list(marks.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
         leads = [devices[name] for name in cuts.get(d, ())]

@@ -114,10 +114,8 @@ def _axes_of(
             shared = {*sizes} - product.free[i] - loops
             by_factor = [(f, _along(sizes, loops, shared, covered, f)) for f in makers]
             of_kernels = [axes for f, axes in by_factor if f.is_kernel]
-            axes_of_each = of_kernels or [
-                axes - product.free[i] for _, axes in by_factor
-            ]
-            chosen |= set.intersection(*axes_of_each) if axes_of_each else set()
+            sets = of_kernels or [axes - product.free[i] for _, axes in by_factor]
+            chosen |= set.intersection(*sets) if sets else set()
     return sorted(chosen)
 
 
@@ -191,26 +189,22 @@ def _along(
     also be of positions, some of which have a kernel of their own; a layer has one
     entry there.
     """
-    axis_marks: dict[int, Marks] = {}
+    marks_of: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)
     for (a, size), x, of_all in rows:
         is_some = a not in loops and is_apart(x, of_all)  # marks are for some entries
         if is_some and not is_varied(x) and a not in shared:
             is_some = distinct(x) <= distinct(numbered(1, 0, size))
         if is_some or is_varied(x):
-            axis_marks[a] = x
-    of_loops = [x for a, x in axis_marks.items() if a in loops]
-    return {
-        a
-        for a, x in axis_marks.items()
-        if a not in loops or _is_shared_out(x, of_loops)
-    }
+            marks_of[a] = x
+    of_loops = [x for a, x in marks_of.items() if a in loops]
+    return {a for a, x in marks_of.items() if a not in loops or _is_split(x, of_loops)}
 
 
-def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
+def _is_split(marks: Marks, of_loops: Sequence[Marks]) -> bool:
     """Whether trips have several entries each along an axis.
 
-    Loops around each other, as over groups of layers, share out one axis together.
+    Loops around each other, as over groups of layers, split one axis together.
     """
     for axis in varied(marks)[:1]:
         lines = [x for x in (marks_along(y, axis) for y in of_loops) if is_varied(x)]

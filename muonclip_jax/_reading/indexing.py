@@ -161,10 +161,8 @@ def scatter(op: Op) -> Moves:
         marks = _window(marks, out, sizes, starts)
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
         # Now the axes are the indices', then those of the window.
-        axes = [
-            rest.index(d) if d in rest else free + window_dims.index(d)
-            for d in range(len(new))
-        ]
+        order = [*rest, *window_dims]
+        axes = [order.index(d) for d in range(len(new))]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
 
     is_sum = op.eqn.name != "scatter"

@@ -178,11 +178,8 @@ def is_transposed(eqn: Any) -> bool:
     return _is_backward(_transforms(eqn))
 
 
-def _is_backward(transforms: list[str]) -> bool:
-    return (
-        "transpose" in transforms
-        and "jvp" in transforms[transforms.index("transpose") :]
-    )
+def _is_backward(names: list[str]) -> bool:
+    return "transpose" in names and "jvp" in names[names.index("transpose") :]
 
 
 def is_recomputed(eqn: Any) -> bool:

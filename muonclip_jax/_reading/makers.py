@@ -45,10 +45,8 @@ class Makers:
         self._graph.back(atom, all_marks, ahead)
         for eqn, i, all_marks in products:
             weight = eqn.inputs()[i]
-            weight_marks = tuple(
-                small(moved(x, weight.lead, eqn.to[i])) for x in all_marks
-            )
-            for summand in self._scaling.of(weight, weight_marks):
+            marks = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in all_marks)
+            for summand in self._scaling.of(weight, marks):
                 for f in summand.factors:
                     yield Maker(eqn, f.parameter, f.all_marks)
 
@@ -57,9 +55,8 @@ class Makers:
         outputs: dict[int, list[int]] = {}
         for _, parameter, all_marks in self.of(atom, atom.each()):
             dims = outputs.setdefault(parameter, [])
-            dims += [
-                d for d, x in enumerate(all_marks) if d not in dims and is_varied(x)
-            ]
+            varied = (d for d, x in enumerate(all_marks) if is_varied(x))
+            dims += [d for d in varied if d not in dims]
         return outputs
 
     def is_output(self, atom: Atom, d: int) -> bool:

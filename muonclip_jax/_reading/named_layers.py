@@ -36,11 +36,7 @@ class NamedLayer(NamedTuple):
         """Returns what a reading keeps of the layer, for its table."""
         lines = dict.fromkeys(layer.line for layer in self.calls)
         sites = (site for layer in self.calls for site in layer.sites)
-        biases = {
-            line: parameters
-            for site in sites
-            for line, parameters in site.added.items()
-        }
+        biases = dict(bias for site in sites for bias in site.added.items())
         n, words = len(self.path), []
         for line, parameters in biases.items():
             place = ""

@@ -79,11 +79,9 @@ def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
             return parts._replace(scaled=None, why=why)
         # The factor applied last comes first. Only a factor that distinguishes heads
         # can be scaled for each of them.
-        counts = [_groups(entries.heads) for _, entries in trained]
-        both = [*zip(trained, counts, strict=True)]
-        by_head = [x for x, n in both if n == number > 1] or [
-            x for x, n in both if n > 1
-        ]
+        counted = [(x, _groups(x[1].heads)) for x in trained]
+        by_head = [x for x, n in counted if n == number > 1]
+        by_head = by_head or [x for x, n in counted if n > 1]
         # Prefer entries that already scale another summand.
         reused = [
             (f, x)

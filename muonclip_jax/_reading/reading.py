@@ -120,9 +120,8 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         softmaxes = Softmaxes(graph, Facts(graph, tokens))
         layers = attention_layers(softmaxes)
         uses = Uses(softmaxes, tokens)
-        new_tokens = uses.parameters_of(
-            "elementwise", "looked up"
-        ) & uses.parameters_of("factor")
+        new_tokens = uses.parameters_of("elementwise", "looked up")
+        new_tokens &= uses.parameters_of("factor")
         new_tokens |= {i for layer in layers for i in layer.tokens}
         if new_tokens <= tokens:
             break
@@ -137,15 +136,12 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
+    unread = [p for p, _, v in shown.rows(leaf_verdicts) if v.source == "unread"]
     reading = ModelReading(
         tree.unflatten((v and v.is_known and v.numbers) or None for v in tree_verdicts),
         tree.unflatten(v and v.label for v in tree_verdicts),
         tuple(n.layer for n in named if n.layer is not None),
-        tuple(
-            paths.show(p)
-            for p, _, v in shown.rows(leaf_verdicts)
-            if v.source == "unread"
-        ),
+        tuple(map(paths.show, unread)),
         tuple(x.read(shown.paths).where for x in not_clipped),
         tuple(x.read(shown.paths) for x in named),
         # Not the structure, which pickle does not know: labels have it.

@@ -28,12 +28,8 @@ class Routers:
     """
 
     def __init__(self, softmaxes: Softmaxes, makers: Makers):
-        self._softmaxes, self._facts, self._graph = (
-            softmaxes,
-            softmaxes.facts,
-            softmaxes.graph,
-        )
-        self._makers = makers
+        self._softmaxes, self._makers = softmaxes, makers
+        self._facts, self._graph = softmaxes.facts, softmaxes.graph
         self.chosen = 0  # events whose outputs decide where activations go
         self._kept = 0  # events of keys, whose outputs linear attention keeps
         # Events whose outputs a weight takes as features, though an order cuts them.
@@ -51,14 +47,12 @@ class Routers:
         codes of a vector quantizer are sums over all outputs, and logits of heads are
         sums over some, so no kernel before them is a router.
         """
-        writers = fact.writers
-        for maker, _, all_marks in (
-            self._makers.of(atom, atom.each()) if writers else ()
-        ):
+        makers = self._makers.of(atom, atom.each()) if fact.writers else ()
+        for maker, _, all_marks in makers:
             lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
             entries = [x for x in zip(*lines, strict=True) if any(x)]
             if any(map(is_varied, all_marks)) and len({*entries}) == len(entries):
-                self.chosen |= self._facts.event(maker) & writers
+                self.chosen |= self._facts.event(maker) & fact.writers
 
     def note(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
@@ -228,11 +222,9 @@ class Routers:
                 is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
                 is_gate = (routed[i] and is_least) or self.of(facts[i].weights)
                 if is_product and others and is_gate:
-                    axes = varied[i]
-                    operand_marks = enumerate(map(move, origin.all_marks))
-                    dims.update(
-                        d for d, x in operand_marks if any(x.shape[a] > 1 for a in axes)
-                    )
+                    for d, marks in enumerate(map(move, origin.all_marks)):
+                        if any(marks.shape[a] > 1 for a in varied[i]):
+                            dims.add(d)
                 elif facts[i].is_deep:
                     yield i, None
 

@@ -124,14 +124,12 @@ class Scaling:
             if walk.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
             for origin in self._graph.origins(atom, walk.all_marks, walk.seen):
+                all_marks = origin.all_marks
                 if origin.parameter is not None:
-                    summands.append(
-                        Summand((Factor(origin.parameter, origin.all_marks),))
-                    )
+                    summands.append(Summand((Factor(origin.parameter, all_marks),)))
                 elif origin.eqn is not None:
-                    all_marks, seen = origin.all_marks, origin.seen
                     next_walk = walk._replace(
-                        all_marks=all_marks, seen=seen, steps=walk.steps + 1
+                        all_marks=all_marks, seen=origin.seen, steps=walk.steps + 1
                     )
                     summands += self._equation(origin.eqn, origin.k, next_walk)
                 elif origin.atom is not None and not origin.atom.is_zero:
@@ -221,10 +219,9 @@ class Scaling:
             )
             if is_quotient and i == 1:
                 return (unscaled(summands, NORMED),)
-            other = facts[1 - i]
-            return (
-                tuple(_apart(s, other) for s in summands) if other.leaves else summands
-            )
+            if not (other := facts[1 - i]).leaves:
+                return summands
+            return tuple(_apart(s, other) for s in summands)
 
         if not (facts[0].leaves and facts[1].leaves):
             return side(0 if facts[0].leaves else 1)
@@ -249,9 +246,7 @@ class Scaling:
         second = side(two, deeper=1)
         pairs = list(itertools.product(first, second))
         if 2 * _MOST_SUMMANDS < len(pairs) <= _MOST_APART:
-            sides = [
-                [(x, _groups(x)) for x in summands] for summands in (first, second)
-            ]
+            sides = [[(x, _groups(x)) for x in terms] for terms in (first, second)]
             both = itertools.product(*sides)
             pairs = [(x, y) for (x, a), (y, b) in both if not _are_apart(a, b)]
         products = [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
@@ -310,9 +305,7 @@ def summed(summands: Iterable[Summand]) -> Sum:
     for s in summands:
         # Merging x with mean(x) would hide along which axes the marks of x vary.
         axes = ([n > 1 for x in f.all_marks for n in x.shape] for f in s.factors)
-        factors = (
-            (f[0], *f[2:5], *varied) for f, varied in zip(s.factors, axes, strict=True)
-        )
+        factors = ((f[0], *f[2:5], *x) for f, x in zip(s.factors, axes, strict=True))
         key = tuple(factors) or s.why
         if key in merged:
             pairs = zip(merged[key].factors, s.factors, strict=True)

@@ -122,13 +122,10 @@ class Divider:
             self.refusals.append(f"its loops have {trips.number} trips")
             self.trips = trips = Trips()
         if trips.loops:
-            regions, others = (
-                [self._marked(x) for x in of] for of in (regions, others)
-            )
+            regions, others = ([self._marked(x) for x in y] for y in (regions, others))
         number = max(x.heads.number for x in regions)
-        cell_classes = classes_of(
-            [y for x in (*regions, *others) for y in x.sums], trips, number
-        )
+        all_sums = [y for x in (*regions, *others) for y in x.sums]
+        cell_classes = classes_of(all_sums, trips, number)
         # Summands that a clip does not scale make no difference.
         for i in (0, 1) if len(cell_classes) > 1 else ():
             groups: dict[Any, Cells] = {}
@@ -167,13 +164,11 @@ class Divider:
                     self.refusals.append("a parameter's entries are in several heads")
                 scaled = []
                 for parameter, entries in (parts.scaled or {}).items():
-                    if (rows_of_leaf := entries.rows(cells)) is None:
+                    if (leaf_rows := entries.rows(cells)) is None:
                         return None
-                    rows.append(rows_of_leaf)
-                    is_picked = parameter in parts.picked
-                    scaled.append(
-                        scaled_entries(parameter, rows_of_leaf, cells, is_picked)
-                    )
+                    rows.append(leaf_rows)
+                    picked = parameter in parts.picked
+                    scaled.append(scaled_entries(parameter, leaf_rows, cells, picked))
                 out.append(None if parts.scaled is None else scaled)
                 whys.append(parts.why)
             if [] in out:

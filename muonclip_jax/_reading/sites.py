@@ -169,15 +169,13 @@ def sites_of(
         return [named], []
     sites: dict[Atom, Site] = {}
     routes: list[Route] = []
-    missing = bits
+    facts, missing = softmaxes.facts, bits
     for exp in exps:
         site = _entrance(softmaxes, exp, bits)
         if site is None or site.atom in sites:
             continue
-        fact = softmaxes.facts.value(site.atom)
-        here = [
-            x for x in head_maps if softmaxes.facts.product(x[0].eqn) & fact.products
-        ]
+        fact = facts.value(site.atom)
+        here = [x for x in head_maps if facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
             routes += _routes(softmaxes, here, site, bits)
@@ -211,10 +209,8 @@ def _routes(
         # Joining the logits of a query with several kinds of keys, such as keys and
         # their means, is fine. Logits joined along the axis of heads have different
         # heads in each product, so they are not one layer.
-        if any(
-            not np.array_equal(_rows(softmaxes, site, *x)[0], site.rows)
-            for x in head_maps
-        ):
+        rows = (_rows(softmaxes, site, *x)[0] for x in head_maps)
+        if any(not np.array_equal(x, site.rows) for x in rows):
             raise Refused(
                 "logits of several products are joined, each of other heads: give each "
                 "of them a softmax of its own"
@@ -276,18 +272,16 @@ def _entrance(softmaxes: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         if len(eqns) != 1 or softmaxes.facts.product(eqns[0]) & bits:
             return site
         (eqn,), inputs = eqns, eqns[0].inputs()
-        facts = softmaxes.facts.inputs(eqn)
+        kind, facts = eqn.kind, softmaxes.facts.inputs(eqn)
         operands = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if eqn.kind is Kind.LOGARITHM or (
-            eqn.kind is Kind.LARGER and len(operands) > 1
-        ):
+        if kind is Kind.LOGARITHM or (kind is Kind.LARGER and len(operands) > 1):
             return None
         if not operands or not moves(eqn, 0):
             return site
-        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT)
+        is_scaled = kind in (Kind.PRODUCT, Kind.QUOTIENT)
         if is_scaled and len(operands) > 1:
             return site  # logits divided by their own spread are not shifted
-        if eqn.kind is Kind.DIFFERENCE and operands[0] == 0:
+        if kind is Kind.DIFFERENCE and operands[0] == 0:
             if maxima := softmaxes.maxima(inputs[1], facts[0].products & bits):
                 # A maximum of segments, by a scatter, has no axis of its own.
                 axes = maxima[0].axes
@@ -297,8 +291,8 @@ def _entrance(softmaxes: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         elif is_scaled:
             number = inputs[1 - operands[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
-            factor = factor * number if eqn.kind is Kind.PRODUCT else factor / number
-        atom = inputs[operands[-1] if eqn.kind is Kind.CHOICE else operands[0]]
+            factor = factor * number if kind is Kind.PRODUCT else factor / number
+        atom = inputs[operands[-1] if kind is Kind.CHOICE else operands[0]]
 
 
 def _rows(

@@ -222,9 +222,7 @@ class Softmaxes:
 
         kinds = (Kind.QUOTIENT, Kind.POWER)
         divisors = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
-        walks = (
-            self.graph.walk(divisor, divisor.whole, follow) for divisor in divisors
-        )
+        walks = (self.graph.walk(x, x.whole, follow) for x in divisors)
         return {x.eqn for origins in walks for x in origins if x.eqn}
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
@@ -235,12 +233,8 @@ class Softmaxes:
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             joined = [x for x in groups if not x[0] & ~bits]
             groups = [x for x in groups if x not in joined]
-            groups.append(
-                (
-                    union(x for x, _ in joined),
-                    [exp for _, some in joined for exp in some],
-                )
-            )
+            joined_exps = [exp for _, some in joined for exp in some]
+            groups.append((union(x for x, _ in joined), joined_exps))
         return groups
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
@@ -355,11 +349,9 @@ class Softmaxes:
             if of_axis:
                 kept.update(*of_axis)
                 # Sorted entries lose their marks: the axis gets the remaining ones.
-                remaining = {a - lead for x in free for a in x} - kept
-                columns = (
-                    of_axis[a] or (remaining if atom.shape[a] > 1 else ()) for a in axes
-                )
-                sums.append(frozenset(lead + d for x in columns for d in x))
+                rest = {a - lead for x in free for a in x} - kept
+                dims = (of_axis[a] or (rest if atom.shape[a] > 1 else ()) for a in axes)
+                sums.append(frozenset(lead + d for x in dims for d in x))
         if eqn.kind is not Kind.CONTRACTION:
             # Shared dimensions that reach no axis afterwards were summed over.
             over = [(d, d) for d in sorted(shared(to) - kept) if shape[d] > 1]
@@ -401,11 +393,9 @@ class Softmaxes:
 
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
-        bits, products = softmax.bits, self.facts.products.items()
-        candidates = [
-            self._product(eqn, softmax) for bit, eqn in products if bit & bits
-        ]
-        candidates = [p for p in candidates if p.over]
+        eqns = [eqn for bit, eqn in self.facts.products.items() if bit & softmax.bits]
+        products = (self._product(eqn, softmax) for eqn in eqns)
+        candidates = [p for p in products if p.over]
         chosen = [p for p in candidates if self._is_of_activations(p.eqn)]
         # The inputs of query and key may enter the softmax again, for example squared.
         past = union(f.events for p in chosen for f in self.facts.inputs(p.eqn))

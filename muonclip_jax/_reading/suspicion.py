@@ -50,9 +50,7 @@ class Suspect(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
-    root_dims: list[
-        set[int]
-    ]  # for each dimension of the result, those of the product in it
+    root_dims: list[set[int]]  # those of the product in each dimension of the result
 
 
 _CONV = "conv_general_dilated"
@@ -69,9 +67,8 @@ def suspicions(
     A softmax divides exponentials by their sum. Attention without it, such as by
     sigmoids or by exponentials alone, is not clipped and is no error.
     """
-    suspicion = _Suspicion(
-        softmaxes, {eqn for layer in layers for eqn in layer.products}
-    )
+    read = {eqn for layer in layers for eqn in layer.products}
+    suspicion = _Suspicion(softmaxes, read)
     refused, without_softmax, seen = [], [], set()
     for (site, i), bits in suspicion.sites.items():
         bits = union(bit for bit in _each(bits) if suspicion.is_over_keys(site, i, bit))
@@ -298,11 +295,9 @@ class _Suspicion(Forward[Taint]):
             dims = _all(along[d] for d in eqn.axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
-        completed = out.entrywise & (out.all if is_transform else products)
-        rest = out.entrywise & ~completed
-        return out._replace(
-            linear=out.linear | completed, totals=totals, entrywise=rest
-        )
+        done = out.entrywise & (out.all if is_transform else products)
+        rest = out.entrywise & ~done
+        return out._replace(linear=out.linear | done, totals=totals, entrywise=rest)
 
     def _through(self, eqn: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
@@ -344,12 +339,9 @@ class _Suspicion(Forward[Taint]):
             new_bits[bit] = bit
             if over or eqn.name == _CONV:
                 root_dims = [_all(along[d] for d in ds or over) for ds in dims_of]
-                new_bits[bit] = self._bit(
-                    self.products[bit]._replace(eqn=eqn, root_dims=root_dims)
-                )
-        kept = [
-            union(new_bits.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]
-        ]
+                suspect = self.products[bit]._replace(eqn=eqn, root_dims=root_dims)
+                new_bits[bit] = self._bit(suspect)
+        kept = [union(new_bits.get(x, 0) for x in _each(bits)) for bits in taint[:-2]]
         entrywise, linear, *rest = kept
         return Taint(0, entrywise | linear, *rest, varied=1)
 
@@ -422,11 +414,7 @@ class _Suspicion(Forward[Taint]):
         origins = self._softmaxes.graph.walk(atom, atom.each(), follow)
         arrived = [x.all_marks for x in origins if x.eqn is target]
         return [
-            _all(
-                root_dims[d]
-                for marks in all_marks
-                for d in dimensions_in(marks, target)
-            )
+            _all(root_dims[d] for x in all_marks for d in dimensions_in(x, target))
             for all_marks in zip(*arrived, strict=True)
         ]
 

@@ -90,19 +90,12 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
         param_state = nnx.State({0: params} if is_module else {})
         module, objects = merged(graph, param_state, state, is_inner=True)
         args, kwargs = joined(objects, others, treedef)
-        out_objects, *out = parted(
-            fun(module if is_module else params, *args, **kwargs)
-        )
-        before, (new_graph, *after) = (
-            (param_state, state),
-            split(module, objects, tag=None),
-        )
+        result = fun(module if is_module else params, *args, **kwargs)
+        out_objects, *out = parted(result)
+        new_graph, *after = split(module, objects, tag=None)
+        before, has_new = (param_state, state), any(x is not None for x in out_objects)
         old, new = (list(map(id, jax.tree.leaves(x))) for x in (before, after))
-        is_same = (
-            new_graph == graph
-            and new == old
-            and out_objects == [None] * len(out_objects)
-        )
+        is_same = new_graph == graph and new == old and not has_new
         return split(module, objects, out_objects), out, is_same
 
     call = _traced(_named_as(fun, of_state), given, state, others)
@@ -138,11 +131,9 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
         out, structure = jax.tree.flatten(out)
         # An argument that is returned unchanged is returned as given. A stored tracer
         # would outlive its trace.
-        passed = {id(x): given[i] for i, x in zip(indices, arrays, strict=True)}
-        new = [
-            i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in passed
-        ]
-        kept = [None if i in new else passed.get(id(x), x) for i, x in enumerate(out)]
+        args = {id(x): given[i] for i, x in zip(indices, arrays, strict=True)}
+        new = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in args]
+        kept = [None if i in new else args.get(id(x), x) for i, x in enumerate(out)]
         returned[:] = structure, new, kept
         return [out[i] for i in new]
 

@@ -56,11 +56,8 @@ class Uses:
     """
 
     def __init__(self, softmaxes: Softmaxes, tokens: frozenset[int]):
-        self._softmaxes, self._facts, self._graph = (
-            softmaxes,
-            softmaxes.facts,
-            softmaxes.graph,
-        )
+        self._softmaxes, self._facts = softmaxes, softmaxes.facts
+        self._graph = softmaxes.graph
         self._makers = Makers(softmaxes.graph, softmaxes.facts, softmaxes.scaling)
         self._routers = Routers(softmaxes, self._makers)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
@@ -421,15 +418,12 @@ class Uses:
         if not dims:
             return set()
         for _, parameter, all_marks in self._makers.of(atom, atom.each()):
-            marks_along: dict[int, set[int]] = {}
+            dims_of_axis: dict[int, set[int]] = {}
             for d, marks in enumerate(all_marks):
                 for axis in varied(marks):
-                    marks_along.setdefault(axis, set()).add(d)
-            self.experts |= {
-                (parameter, a)
-                for a, dims_along in marks_along.items()
-                if dims_along <= dims
-            }
+                    dims_of_axis.setdefault(axis, set()).add(d)
+            axes = [axis for axis, x in dims_of_axis.items() if x <= dims]
+            self.experts |= {(parameter, axis) for axis in axes}
         pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
 

@@ -112,9 +112,8 @@ def dynamic_slice(eqn: Any, values: list[np.ndarray]) -> Value:
         if x is not None and n < shape[d]:
             start = np.clip(start.reshape(start.shape[:lead]), 0, shape[d] - n)
             places = start[..., None] + np.arange(n)
-            taken = _taken(
-                np.moveaxis(full(x, lead + d, shape[d]), lead + d, lead), places
-            )
+            rows = np.moveaxis(full(x, lead + d, shape[d]), lead + d, lead)
+            taken = _taken(rows, places)
             x = taken if taken is None else np.moveaxis(taken, lead, lead + d)
     return x
 
@@ -124,17 +123,15 @@ def gather(eqn: Any, values: list[np.ndarray]) -> Value:
     lead, (x, indices), params = len(eqn.frame.lead), values, eqn.jaxpr_eqn.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     shape, rank = eqn.inputs()[0].shape, len(eqn.output().shape)
-    index_dims = numbers.start_index_map
-    kept = [n for d, n in enumerate(shape) if d not in index_dims]
-    is_row = numbers.collapsed_slice_dims == index_dims and len(index_dims) == 1
+    picked = numbers.start_index_map
+    kept = [n for d, n in enumerate(shape) if d not in picked]
+    is_row = numbers.collapsed_slice_dims == picked and len(picked) == 1
     is_row &= numbers.offset_dims == tuple(range(rank - len(kept), rank))
-    if not is_row or [*sizes] != [
-        1 if d in index_dims else n for d, n in enumerate(shape)
-    ]:
+    if not is_row or [*sizes] != [1 if d in picked else n for d, n in enumerate(shape)]:
         return None
-    axis = lead + index_dims[0]
-    rows = np.moveaxis(full(x, axis, shape[index_dims[0]]), axis, lead)
-    return _taken(rows, np.clip(indices[..., 0], 0, shape[index_dims[0]] - 1), lead)
+    axis = lead + picked[0]
+    rows = np.moveaxis(full(x, axis, shape[picked[0]]), axis, lead)
+    return _taken(rows, np.clip(indices[..., 0], 0, shape[picked[0]] - 1), lead)
 
 
 def _taken(rows: np.ndarray, places: np.ndarray, lead: int | None = None) -> Value:

@@ -27,11 +27,9 @@ def verdicts(
     acts by indices and comparisons alone.
     """
     # An axis is also a stack if each of its entries is sliced off for a separate use:
-    # `of` has a bit for each entry, and all are set.
+    # `cuts` has a bit for each entry, and all are set.
     sliced_axes = {
-        (i, a)
-        for (i, a), entries in uses.cuts.items()
-        if entries + 1 == 1 << shapes[i][a]
+        (i, a) for (i, a), bits in uses.cuts.items() if bits + 1 == 1 << shapes[i][a]
     }
     experts = uses.experts | sliced_axes
     # An output head feeds no further weight. A router selects activations, and its
@@ -49,9 +47,8 @@ def verdicts(
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "read")
         leaf_notes = notes[i]
-        by_kind = {
-            note.kind: note for note in reversed(leaf_notes)
-        }  # the first note of each kind
+        # The first note of each kind.
+        by_kind = {note.kind: note for note in reversed(leaf_notes)}
         if not leaf_notes:
             return Verdict("vector", None, "not used", "read", is_known=False)
 
@@ -112,9 +109,8 @@ def doubted(
     nothing else would show it.
     """
     layers: dict[Any, list[int]] = {}
-    for i, (path, shape, x) in enumerate(
-        zip(all_paths, shapes, leaf_verdicts, strict=True)
-    ):
+    rows = zip(all_paths, shapes, leaf_verdicts, strict=True)
+    for i, (path, shape, x) in enumerate(rows):
         module = tuple(_NUMBER.sub("*", str(key)) for key in path[:-1])
         if x.label in _OF_LAYERS and x.source == "read" and x.is_known and x.line:
             layers.setdefault((module, path[-1:], shape, x.line), []).append(i)
