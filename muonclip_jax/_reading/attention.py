@@ -33,7 +33,7 @@ WHILE = (
 
 @dataclasses.dataclass
 class Layer:
-    """An attention layer: the parts that a clip may scale, and its logits' places."""
+    """An attention layer: the parts that a clip may scale, and where its logits are."""
 
     products: list[Eqn]
     heads: int = 0
@@ -48,14 +48,14 @@ class Layer:
     sizes: tuple[int, ...] = ()  # of these loops
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
-    # Recorded logits may be those of several layers: `(*loops, recorded heads)`. This
-    # one has some of the heads, and the trips of `places`: an array `(*stack, trips)`,
-    # with all trips of its loops counted in one row.
+    # Several layers may be recorded together, as `(*loops, recorded heads)`. This one
+    # has `own_heads` among these heads, and the trips of `places`: an array `(*stack,
+    # trips)` of their numbers, with all trips of its loops counted in one row.
     recorded: int = 0
     own_heads: list[int] | None = None
     places: np.ndarray | None = None
     refusal: str = ""  # why its heads are not known
-    unscaled: str = ""  # why no parameter scales them, if they are
+    unscaled: str = ""  # why no parameter scales its heads, if none does
     unclear: str = ""  # why its statistic cannot be recorded
 
     @property
@@ -132,14 +132,15 @@ class LayerReader:
         self.layer = Layer([p.eqn for p in products])
         self.divider = Divider(softmaxes)
         self.refusals = self.divider.refusals
-        # The results so far: the products without biases, also as bits; the parts that
-        # scale their sides; and the parameters of their queries.
+        # The products that are no biases, with their heads and as bits; their sides;
+        # the layers of their cells; and the parameters of their queries.
         self.head_maps: list[tuple[Product, HeadMap]] = []
         self.bits = 0
         self.sides: list[Sides] = []
         self.classes = list[LayerCells]()
         self.queries: set[int] = set()
-        # All queries and keys, and the events where entries scaled for each are used.
+        # All queries and keys, and the events where the entries that a clip scales for
+        # queries are used, and those for keys.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0
@@ -226,7 +227,7 @@ class LayerReader:
                 )
             else:
                 pairs.append(pair)
-        # Where nothing scales, layers do not differ: each trip has a number of its own.
+        # Trips that nothing scales are in one class. Each has its own statistic.
         is_each = bool(refusals) and cells.trips == (1 << self.divider.trips.number) - 1
         return dataclasses.replace(
             layer,

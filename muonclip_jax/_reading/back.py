@@ -1,8 +1,8 @@
 """How marks go back through each primitive: which entries of its operands contribute.
 
 A rule covers every operand whose entries change a result, linearly or not; the kind of
-a primitive says in which operands it is linear. The table of primitives says which rule
-is whose.
+a primitive says in which operands it is linear. The table of primitives names the rule
+of each.
 """
 
 import itertools
@@ -313,5 +313,5 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
 
 
 def nowhere(op: Op) -> Moves:
-    """Returns no moves: it hides on which entries a result depends, or on none."""
+    """Returns no moves: a result depends on no entries, or nothing shows on which."""
     return []

@@ -158,7 +158,7 @@ def is_partial(marks: Marks) -> bool:
 
 
 def agreed(leaf_rows: Sequence[Rows], cells: Cells) -> np.ndarray | None:
-    """Returns the trips of each layer of a stack, `None` if leaves order them unlike.
+    """Returns the trips of each layer of a stack, or `None` if leaves disagree.
 
     A leaf may lack the last axes of the stack, along which layers share it.
     """
@@ -199,7 +199,7 @@ def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
 
 
 def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
-    """Returns the classes of cells in which the same summands are.
+    """Returns the classes of cells that have the same summands.
 
     The marks of factors are those of heads, then those of trips, if there are loops.
     """

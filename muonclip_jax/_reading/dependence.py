@@ -40,9 +40,10 @@ class Dependence:
     ) -> Iterator[Dependency]:
         """Yields an array's uses of parameters that meet activations at some events.
 
-        The output of earlier attention is the input of a layer. `is_side` says that
-        the array is a query or a key: if attention makes it without a kernel, as where
-        retrieved patterns are queries again, the logits of both are one layer's.
+        The search ends at the output of earlier attention, which is the layer's input.
+        If `is_side`, the array is a query or a key. If attention makes it and no kernel
+        follows, as where retrieved patterns are queries again, the search goes on: the
+        logits of both are one layer's.
         """
         graph, facts = self._graph, self._facts
         meetings: list[tuple[Atom, AllMarks, int, str]] = []

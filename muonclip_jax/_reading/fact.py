@@ -1,4 +1,4 @@
-"""What one variable is made of, as a value of a few bits; `facts.py` finds it."""
+"""The facts about one variable, as a value of a few bits; `facts.py` finds them."""
 
 import functools
 import operator
@@ -11,8 +11,8 @@ import numpy as np
 class Fact(NamedTuple):
     """The facts about one variable; a set is an integer with one bit per member.
 
-    Facts of values that are combined are joined by `or`, sets and flags, but the last
-    two flags are cleared.
+    Facts of combined values are joined by `or`; `is_onehot` and `is_counter` are
+    cleared.
 
     An event is an equation in which parameters meet activations. It identifies a use of
     the parameters, which may be used again elsewhere.
@@ -21,8 +21,8 @@ class Fact(NamedTuple):
     leaves: int = 0  # parameters
     trained: int = 0  # parameters that receive a gradient through this variable
     unstopped: int = 0  # the same, as if comparisons and indices had gradients
-    # An activation that depends on parameters. Data may meet a weight before: a mask, a
-    # scale, noise or an average among the arguments leaves a weight a weight.
+    # An activation that depends on parameters. A weight stays a weight if only data was
+    # combined with it: a mask, a scale, noise or an average among the arguments.
     is_deep: bool = False
     has_data: bool = False
     # Broadcast along new dimensions, as learned tokens are, so not a weight. The same
@@ -51,8 +51,8 @@ class Fact(NamedTuple):
     # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
     is_onehot: bool = False
     is_counter: bool = False
-    # Made by the backward pass of a derivative, of parameters. Elsewhere it is data: as
-    # forces, or in parameters after an inner step.
+    # Made of parameters by the backward pass of a derivative. Outside of that pass it
+    # counts as data, as forces do, and the gradient of an inner step.
     is_slope: bool = False
 
     @property

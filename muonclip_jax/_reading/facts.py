@@ -53,7 +53,7 @@ class Facts(Forward[Fact]):
         return facts
 
     def _unused(self) -> list[Fact]:
-        """Returns the facts of values that a loss does not use, but differentiates."""
+        """Returns the facts of results that are differentiated, but not used."""
         facts: list[Fact] = []
         frames = [self.graph.top]
         for frame in frames:
@@ -266,7 +266,7 @@ class Facts(Forward[Fact]):
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             _, kernels = self.modulated(eqn)
             if kernels:
-                # As without the activations that scale the kernel.
+                # The same as without the activations that scale the kernel.
                 leaves = union(self.of(x.atom).leaves for x in kernels)
                 return out._replace(writers=self.event(eqn), kernels=leaves)
             return out._replace(kernels=-1, writers=0) if is_sum else out
@@ -296,7 +296,7 @@ class Facts(Forward[Fact]):
         return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, eqn: Eqn, inputs: list[Fact]) -> bool:
-        """Whether the operands that are no weights repeat over many entries."""
+        """Whether each operand that is no weight repeats one entry."""
         deep = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 

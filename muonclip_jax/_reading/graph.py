@@ -103,7 +103,7 @@ class Eqn:
         self.known_moves: dict[int, Moves] = {}  # see `moves`
         # Whether this is of the backward pass of a derivative, as forces are. There
         # kernels are applied to cotangents, from their outputs to their inputs. The
-        # part of the network that `jax.checkpoint` computes again is none of it.
+        # part of the network that `jax.checkpoint` computes again is not in it.
         self.is_slope = jaxprs.is_transposed(self.jaxpr_eqn)
         if frame.caller is not None and frame.caller.is_slope:
             self.is_slope |= not jaxprs.is_recomputed(self.jaxpr_eqn)
@@ -372,8 +372,8 @@ class Graph:
             if eqn and depth < 9 and eqn.kind not in _NO_COPIES:
                 back = moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
-            # callers rely on copies, so these must be certain. Nor does what a gather
-            # picks: each index has entries of its own.
+            # callers rely on copies, so these must be certain. Neither does a dimension
+            # of a gather's result: each index picks other entries.
             if not back or (eqn and eqn.name == "gather"):
                 not_copied.update(d for d in dims if is_varied(origin.all_marks[d]))
             return [(i, depth + 1) for i, _ in back]

@@ -54,10 +54,10 @@ def head_ids(marks: Marks, heads: int) -> tuple[np.ndarray, int] | None:
 
 
 def is_apart(marks: Marks, covered: int) -> bool:
-    """Whether entries of a parameter are for some marks only, and others for the rest.
+    """Whether entries of a parameter differ in their marks, or lack some marks.
 
-    `covered` are the marks of all parameters. Where no parameter has entries, as in
-    padding, there is no other head.
+    `covered` are the marks of all parameters. Padding has entries of no parameter, so
+    its marks are no other head.
     """
     return is_varied(marks) or union(distinct(marks)) not in (0, covered)
 

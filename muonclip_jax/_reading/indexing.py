@@ -51,8 +51,7 @@ def split(op: Op) -> Moves:
 
 
 def concatenate(op: Op) -> Moves:
-    # the dimension, from JAX 0.12 on
-    is_new = op.eqn.name == "stack"
+    is_new = op.eqn.name == "stack"  # makes the dimension, from JAX 0.12 on
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
     offsets, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim

@@ -171,7 +171,7 @@ def is_differentiated(eqn: Any) -> bool:
 def is_transposed(eqn: Any) -> bool:
     """Whether an equation is of the backward pass of a derivative.
 
-    What `jax.linear_transpose` makes is none: there the transpose is the function.
+    An equation of `jax.linear_transpose` is not: its transpose is the function.
     """
     if not eqn.source_info.name_stack.stack:  # the common case, fast
         return False

@@ -82,7 +82,7 @@ class Makers:
                     marks, lead = moved(marks, weight.lead, outputs), range(weight.lead)
                     arrived.append(union_along(marks, lead))
                     return []
-                # Gains and biases of outputs are none, but scaled data is made by them.
+                # Follow activations; gains and biases only where they meet data.
                 deep = [(j, None) for j, f in enumerate(facts) if f.is_deep]
                 return deep or [(j, None) for j, f in enumerate(facts) if f.leaves]
 

@@ -227,7 +227,7 @@ def reshaped(marks: Marks, lead: int, old: Shape, new: Shape) -> Marks:
     Dimensions are grouped into the shortest runs of the same size on both sides. A run
     gets all its entries only if the marks vary in it.
     """
-    # one entry, one mark: see `dimensions`
+    # A dimension of one entry may have two marks: see `dimensions`.
     for d, n in enumerate(old):
         if n == 1:
             marks = union_along(marks, [lead + d])

@@ -20,7 +20,7 @@ class Modulated(NamedTuple):
     eqn: Eqn
     i: int
     all_marks: AllMarks  # along the dimensions of `sides_of`
-    is_mixed: bool = False  # the activation has neither side, as a router's weights
+    is_mixed: bool = False  # by an activation without both sides, as of a router
 
     @property
     def atom(self) -> Atom:
@@ -76,7 +76,7 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
     atom, kernels = eqn.inputs()[i], []
     over, free = _marks_of(eqn, i)
 
-    # Operands that are kernels, or are none, on the condition that the way is not lost.
+    # Operands, and whether each has to have both sides. They are checked at the end.
     unchecked: list[tuple[Atom, AllMarks, bool]] = []
 
     def sides(all_marks: AllMarks, copies: Sequence[int] = ()) -> tuple[bool, bool]:
@@ -88,7 +88,7 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         return sides(all_marks, [x.lead + d for d in graph.copied(x)])
 
     def has_both(x: Atom, all_marks: AllMarks) -> bool:
-        # To find copies takes long.
+        # The second test is slow, since it looks for copies.
         return all(sides(all_marks)) and all(sides_in(x, all_marks))
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -116,8 +116,8 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         if len(back) == 1 and values[min(back)].is_deep:
             return [(k, None) for k in back]
         if is_scaled:
-            # One operand alone has both sides: by one, the other is known. Most ways
-            # are lost further back, so the other is looked at in the end.
+            # Exactly one operand must have both sides, so one shows what the other has
+            # to be. The other is checked at the end: most routes are lost before that.
             first = next((k for k in back if values[k].is_weight), max(back))
             is_first = has_both(inputs[first], marks[first])
             others = [k for k in back if k != first]

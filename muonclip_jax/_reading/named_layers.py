@@ -23,11 +23,11 @@ class NamedLayer(NamedTuple):
     path: paths.Path
     layer: AttentionLayer | None  # as QK-Clip receives it; `None` if it cannot scale it
     refusal: str  # why it cannot, for people; else empty
-    calls: tuple[Layer, ...]  # several if one layer is called several times
+    calls: tuple[Layer, ...]
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it has a statistic, which may be one that nothing scales."""
+        """Whether it has a statistic; a layer that nothing scales may have one."""
         is_known = not any(x.refusal or x.unclear for x in self.calls)
         is_known &= all(x.unscaled and x.sites for x in self.calls)
         return self.layer is not None or is_known
@@ -130,8 +130,8 @@ def named_layers(
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
-    # A statistic that no clip needs takes a path that is free: that of the module, or
-    # of the first leaf, with a number if need be.
+    # A layer that is not scaled gets a path that no other layer has: its module's, or
+    # its first leaf's, with a number if need be.
     taken = {x.path for x in named if x.layer is not None}
     for i, x in enumerate(named):
         if x.layer is None and x.is_recorded:

@@ -44,7 +44,7 @@ class ScaledEntries(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The entries to scale in some cells, so that a sum is scaled."""
+    """The entries of parameters that scale a sum, in some cells."""
 
     scaled: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
     why: str  # if so, why

@@ -144,7 +144,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         tuple(map(paths.show, unread)),
         tuple(x.read(shown.paths).where for x in not_clipped),
         tuple(x.read(shown.paths) for x in named),
-        # Not the structure, which pickle does not know: labels have it.
+        # Without the structure, which cannot be pickled; the labels have it.
         shown._replace(treedef=None, axis_names=dict(shown.axis_names)),
         tuple(leaf_verdicts),
         tuple(f"{what}, which may be attention" for what in hidden),

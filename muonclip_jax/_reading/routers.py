@@ -59,7 +59,7 @@ class Routers:
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
-            # Entry by entry it is a gate of features and mixes nothing.
+            # A weight for each entry gates features and mixes nothing.
             if eqn.kind is Kind.PRODUCT and not self._softmaxes.is_repeated(eqn, i):
                 continue
             states = self._state(eqn, 1 - i)
@@ -77,7 +77,7 @@ class Routers:
 
         The state has the key's features along the dimensions that the product sums
         over, and the value's along the rest. A product of key and value made it, after
-        all products with weights. The outputs of experts have both from one array.
+        all products with weights. In outputs of experts, one array has both.
         """
         atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
         if eqn.kind is Kind.PRODUCT:  # a sum follows the product
@@ -146,8 +146,8 @@ class Routers:
             facts = [] if eqn.is_product else self._facts.inputs(eqn)
             return [j for j, x in enumerate(facts) if x.is_deep]
 
-        # Where outputs are put in order, or back, their marks are lost: only these
-        # kernels may have made what is there.
+        # Sorting outputs, or putting them back, loses their marks. They count where
+        # only these kernels made them.
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
             if (placing := origin.eqn) and placing.kind in _PLACES:
                 fact = self._facts.of(placing.output(origin.k))

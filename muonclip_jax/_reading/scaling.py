@@ -67,7 +67,7 @@ def never(kernel: AllMarks, other: AllMarks) -> bool:
 # The search multiplies out at most this many nested products.
 _DEEPEST = 4
 
-# The search follows at most this many equations in a row: each is a few calls deep.
+# The most equations in a row: the search recurses a few calls deep at each.
 _LONGEST = 80
 
 _SUMS = (Kind.SUM, Kind.DIFFERENCE)
@@ -112,8 +112,8 @@ class Scaling:
         true, the search does not follow the operand. It also stops after `deepest`
         nested products.
         """
-        # Known sums hold only for the same marks and limits, so each call starts anew.
-        # Without them, a residual stream would be followed once for each way to it.
+        # Sums hold for these marks and limits only, so each call starts without any.
+        # Otherwise a residual stream would be followed once for each route to it.
         self._sums = {}
         return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
 

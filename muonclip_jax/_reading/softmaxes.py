@@ -359,7 +359,7 @@ class Softmaxes:
             over = eqn.contracted
         # The logits may have several softmaxes: prefer one over axes of one side alone.
         one_sided = [x for x in sums if x and any(x <= side for side in free)]
-        # Slots of soft experts have one over tokens, and one over slots: a router's.
+        # Soft experts have one over tokens, and one over slots, which is a router's.
         if (i := self.facts.weight_of(eqn)) is not None:
             one_sided.sort(key=lambda x: not x <= free[i])
         all_axes, apart = frozenset().union(*sums), free[0] | free[1]

@@ -23,8 +23,8 @@ from . import jaxprs
 Sizes = Mapping[str, int]
 
 # The largest size of a symbol; how many of its sizes are tried, with how many to choose
-# from; and how many combinations of the sizes of all symbols. The first is nearly
-# always good.
+# from; and how many combinations of the sizes of all symbols. The first
+# combination is nearly always good.
 _LARGEST, _TRIED, _CHOICE, _COMBINATIONS = 1 << 14, 256, 32, 1 << 12
 
 

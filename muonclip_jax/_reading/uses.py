@@ -20,7 +20,7 @@ from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One use of a parameter; `parameter` is its place among the leaves.
+    """One use of a parameter, which is given by its place among the leaves.
 
     The kind is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to
     or multiplied with activations), `"data"` (used with data alone), `"factor"` (of a
@@ -255,7 +255,7 @@ class Uses:
         """Notes kernels that activations scale or mix before a product."""
         for kernel in kernels:
             leaves = {*members(self._facts.of(kernel.atom).leaves)}
-            # There the kernel met activations, but not as a gain or a bias.
+            # The kernel met these activations, but not as a gain or a bias.
             self.notes = [
                 note
                 for note in self.notes
@@ -370,7 +370,7 @@ class Uses:
         return {eqn for eqn in eqns if eqn and eqn.is_product}
 
     def _judged(self, note: Note) -> Note:
-        """Returns a note, or another of a factor whose product is no weight."""
+        """Returns a note; a factor gets another kind if its product is no weight."""
         if note.kind != "factor" or note.eqn in self._weights:
             return note
         is_table = (note.eqn, note.parameter) in self._tables

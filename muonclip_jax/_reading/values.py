@@ -90,7 +90,7 @@ def static_slice(eqn: Any, values: list[np.ndarray]) -> Value:
 
 
 def concatenate(eqn: Any, values: list[np.ndarray]) -> Value:
-    is_new = eqn.name == "stack"  # the dimension, from JAX 0.12 on
+    is_new = eqn.name == "stack"  # makes the dimension, from JAX 0.12 on
     d = eqn.jaxpr_eqn.params["axis" if is_new else "dimension"]
     axis = len(eqn.frame.lead) + d
     if is_new:

@@ -92,8 +92,8 @@ def verdicts(
     return [verdict(i, shape) for i, shape in enumerate(shapes)]
 
 
-#: Labels in which layers of one structure agree. Not so the head, which is the last
-#: layer of a network; a layer may be frozen, and its table tied.
+#: Labels on which layers of one structure agree. They need not agree on others: the
+#: head is the last layer alone, and single layers may be frozen or tied.
 _OF_LAYERS = ("matrix", "router", "vector")
 
 _NUMBER = re.compile(r"\d+")
