@@ -455,9 +455,8 @@ class LayerReader:
         if n == 1 or n > LONGEST:
             return [None]
         marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
-        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
-        summands = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
+        all_marks = marks, *atom.trips()
+        summands = self.softmaxes.scaling.of(atom, all_marks, shows_all)
         first = [f for s in summands for f in (s.linear or s.factors)[:1]]
         rows = [bits_of(union(f.all_marks[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}

@@ -57,10 +57,9 @@ class Fact(NamedTuple):
 
     @property
     def only_kernel(self) -> int | None:
-        """The only kernel that made it; -1 for several; `None` for no kernel."""
-        if self.kernels > 0 and self.kernels.bit_count() == 1:
-            return self.kernels.bit_length() - 1
-        return -1 if self.kernels else None
+        """The kernel that made it; `None` if several did, or none."""
+        is_one = self.kernels > 0 and self.kernels.bit_count() == 1
+        return self.kernels.bit_length() - 1 if is_one else None
 
     @property
     def unnormalized(self) -> int:

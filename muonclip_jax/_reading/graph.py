@@ -79,6 +79,15 @@ class Atom:
         return self.numbered(range(len(self.shape)))
 
     @property
+    def loops(self) -> list[Lead]:
+        """The loops around it that have several trips."""
+        return [x for x in self.frame.lead if x.is_loop and x.size > 1]
+
+    def trips(self) -> AllMarks:
+        """Returns marks for each of these loops, with a different one in each trip."""
+        return tuple(numbered(self.rank, x.axis, x.size) for x in self.loops)
+
+    @property
     def is_zero(self) -> bool:
         return isinstance(self.var, Literal) and not self.shape and self.var.val == 0
 

@@ -153,9 +153,6 @@ def _makers(
     that made what the product sums over.
     """
     atom, over = product.operand(i), product.over_of(i)
-    loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-    # Summands of different trips are no long sum.
-    trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
     of_over = slice(len(all_marks), len(all_marks) + len(over))
 
     def is_near(marks: AllMarks) -> bool:
@@ -164,7 +161,8 @@ def _makers(
     def is_last(kernel: AllMarks, _: AllMarks) -> bool:
         return not over or is_near(kernel)
 
-    operand_marks = *(product.side(i, x) for x in all_marks), *over, *trips
+    # With marks of trips, summands of different trips are no long sum.
+    operand_marks = *(product.side(i, x) for x in all_marks), *over, *atom.trips()
     for s in scaling.of(atom, operand_marks, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
         near_kernels = [f for f in kernels if is_near(f.all_marks)]

@@ -162,8 +162,6 @@ def _transforms(eqn: Any) -> list[str]:
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an equation is of a function that JAX differentiates, or its tangent."""
-    if not eqn.source_info.name_stack.stack:  # the common case, fast
-        return False
     transforms = _transforms(eqn)
     return "jvp" in transforms and not _is_backward(transforms)
 
@@ -173,8 +171,6 @@ def is_transposed(eqn: Any) -> bool:
 
     An equation of `jax.linear_transpose` is not: its transpose is the function.
     """
-    if not eqn.source_info.name_stack.stack:  # the common case, fast
-        return False
     return _is_backward(_transforms(eqn))
 
 

@@ -111,8 +111,7 @@ class Divider:
         """
         loops: dict[Any, Lead] = {}
         for x in (x for sides in (*regions, *others) for x in sides.sides):
-            around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
-            around = [y for y in around if y.name not in self.loops_of_heads]
+            around = [y for y in x.atom.loops if y.name not in self.loops_of_heads]
             marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
             if around:
                 varied = varied_loops(self.sum_of(x, marks), around)

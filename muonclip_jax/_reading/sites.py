@@ -105,8 +105,8 @@ class Site:
         return new if is_clear else None
 
     def _form(self) -> tuple[Any, ...]:
-        own = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
-        return self.eqn.address, *own, self.biases
+        layout = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
+        return self.eqn.address, *layout, self.biases
 
     def _blocks(self) -> tuple[int, int, np.ndarray]:
         """Returns the smallest `n` with the largest `size`, as for `blocks`; `rows`."""
@@ -232,8 +232,8 @@ def _note_biases(
         fact = softmaxes.facts.value(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
             biases[eqn.address].add(i)
-            kernel = -1 if fact.only_kernel is None else fact.only_kernel
-            if parameters := members(fact.leaves) if kernel < 0 else [kernel]:
+            kernel = fact.only_kernel
+            if parameters := members(fact.leaves) if kernel is None else [kernel]:
                 site.added.setdefault(eqn.line, set()).update(parameters)
     if any(biases.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in eqns):
         site.biases = biases

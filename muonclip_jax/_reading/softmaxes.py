@@ -14,7 +14,7 @@ from .back import shared
 from .fact import Fact, members, union
 from .facts import Facts, is_inexact
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
-from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
+from .marks import is_varied, Marks, marks_along, moved, small, union_of
 from .primitives import Kind, moves
 from .scaling import Scaling
 
@@ -377,18 +377,16 @@ class Softmaxes:
 
     def _trips(self, atom: Atom) -> set[Any]:
         """Returns the loops in which each trip uses another slice of an array."""
-        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         sliced: set[Any] = set()
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
-                pairs = zip(loops, origin.all_marks, strict=True)
+                pairs = zip(atom.loops, origin.all_marks, strict=True)
                 sliced.update(x.name for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
-        all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
-        self.graph.back(atom, all_marks, ahead)
+        self.graph.back(atom, atom.trips(), ahead)
         return sliced
 
     def products(self, softmax: Softmax) -> list[Product]:
@@ -483,5 +481,5 @@ class Softmaxes:
         """Returns whether an activation is linear in the one kernel that made it."""
         summands = self.scaling.of(key, key.whole)
         factors = [f for s in summands for f in s.linear[:1]]
-        is_sole = self.facts.of(key).only_kernel not in (None, -1)
-        return is_sole and len(factors) == len(summands)
+        is_made_by_one = self.facts.of(key).only_kernel is not None
+        return is_made_by_one and len(factors) == len(summands)

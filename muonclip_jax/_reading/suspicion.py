@@ -266,7 +266,7 @@ class _Suspicion(Forward[Taint]):
             entrywise = out.entrywise | (0 if is_product else self._born(eqn))
             return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
         x, y = self._facts.inputs(eqn)[:2]
-        if not is_product or x.only_kernel == y.only_kernel not in (None, -1):
+        if not is_product or x.only_kernel == y.only_kernel is not None:
             return out  # both operands are outputs of one kernel, as in `silu`
         return out._replace(entrywise=self._born(eqn))
 

@@ -12,7 +12,7 @@ from .fact import Fact, members, union
 from .facts import is_lookup
 from .graph import AllMarks, Atom, Eqn
 from .makers import Makers
-from .marks import dimensions, is_varied, marks_along, numbered, varied
+from .marks import dimensions, is_varied, marks_along, varied
 from .modulated import Modulated, sides_of
 from .primitives import Kind, moves
 from .routers import MULTIPLIES, Routers
@@ -170,15 +170,10 @@ class Uses:
 
     def _is_picked(self, atom: Atom) -> bool:
         """Whether a weight has entries that indices pick, other ones for each token."""
-
-        def follow(eqn: Eqn, k: int) -> list[int]:
-            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
-
         if not self._has_picked:
             return False
         if atom not in self._picked:
-            eqns = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in eqns)
+            self._picked[atom] = any(map(is_lookup, self._eqns_of(atom)))
         return self._picked[atom]
 
     def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
@@ -227,7 +222,7 @@ class Uses:
         if i is None:
             i, kernels = self._facts.modulated(eqn)
             if kernels:
-                self._modulated(eqn, i, kernels, facts)
+                self._modulated(eqn, i, kernels, facts[1 - i])
             else:
                 self._routers.note(eqn, facts)
             return
@@ -244,13 +239,10 @@ class Uses:
             self._use("looked up", eqn, weight)
             return
         self._routers.keep_features(eqn, i, inputs[1 - i], other)
-        self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
-        self.fed |= other.past
-        if other.is_deep and other.only_kernel not in (None, -1):
-            self.features.add(other.only_kernel)
+        self._applied_weight(eqn, i, other)
 
     def _modulated(
-        self, eqn: Eqn, i: int, kernels: list[Modulated], facts: list[Fact]
+        self, eqn: Eqn, i: int, kernels: list[Modulated], other: Fact
     ) -> None:
         """Notes kernels that activations scale or mix before a product."""
         for kernel in kernels:
@@ -263,11 +255,15 @@ class Uses:
             ]
             for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
                 self._routers.note_mixers(fact)
-        other = facts[1 - i]
-        experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
-        self._weight(eqn, i, experts, kernels)
+        self._applied_weight(eqn, i, other, kernels)
+
+    def _applied_weight(
+        self, eqn: Eqn, i: int, other: Fact, kernels: Sequence[Modulated] = ()
+    ) -> None:
+        """Notes a weight, and what it is applied to."""
+        self._weight(eqn, i, self._experts(eqn, i, other), kernels)
         self.fed |= other.past
-        if other.is_deep and other.only_kernel not in (None, -1):
+        if other.is_deep and other.only_kernel is not None:
             self.features.add(other.only_kernel)
 
     def _weight(
@@ -306,16 +302,14 @@ class Uses:
             return "input" if (to[d] is None) != is_back else "output"
 
         dims = [*range(len(atom.shape))]
-        of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         on_devices = any(not x.is_loop for x in atom.frame.lead)
         all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
-        all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
-        weights = [(atom, all_marks)]
+        weights, loops = [(atom, all_marks + atom.trips())], len(atom.loops)
         if kernels:
             over, free = sides_of(eqn, i)
-            dims, of_loops = [*over, *free], []
+            dims, loops = [*over, *free], 0
             weights = [(x.atom, x.all_marks) for x in kernels]
-        words = [role(d) for d in dims] + ["stack"] * len(of_loops)
+        words = [role(d) for d in dims] + ["stack"] * loops
         for weight, all_marks in weights:
             self._note_weight(eqn, weight, all_marks, words, kind)
 
@@ -362,12 +356,15 @@ class Uses:
 
     def _products_in(self, atom: Atom) -> set[Eqn]:
         """Returns the products of parameters in a weight."""
+        return {eqn for eqn in self._eqns_of(atom) if eqn.is_product}
+
+    def _eqns_of(self, atom: Atom) -> list[Eqn]:
+        """Returns the equations that made a weight from parameters."""
 
         def follow(eqn: Eqn, k: int) -> list[int]:
             return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
 
-        eqns = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-        return {eqn for eqn in eqns if eqn and eqn.is_product}
+        return [x.eqn for x in self._graph.walk(atom, atom.whole, follow) if x.eqn]
 
     def _judged(self, note: Note) -> Note:
         """Returns a note; a factor gets another kind if its product is no weight."""
@@ -398,7 +395,7 @@ class Uses:
                         Note("factor", f.parameter, eqn, roles=tuple(roles))
                     )
 
-    def _experts(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
+    def _experts(self, eqn: Eqn, i: int, other: Fact) -> set[int]:
         """Notes experts that made an activation; returns the weight's expert axes.
 
         Entries that go to different matrices are experts. The same holds for entries
@@ -408,7 +405,7 @@ class Uses:
         """
         if eqn.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        to = list(enumerate(eqn.to[1 - i]))
+        atom, to = eqn.inputs()[1 - i], list(enumerate(eqn.to[1 - i]))
         stack = {d for d, x in to if x in eqn.shared}
         gone = {d for d, x in to if x is None and atom.shape[d] > 1}
         weighed = self._routers.dims_of(atom) & gone if len(gone) > 1 else set()
@@ -432,8 +429,10 @@ class Uses:
         if len(facts) < 2:
             return
         for i in (0, 1):
-            kernel, other = facts[i].only_kernel, facts[1 - i].only_kernel
-            if kernel in (None, -1, other) or other is None or kernel in self.features:
+            kernel, other = facts[i].only_kernel, facts[1 - i]
+            if kernel is None or kernel in self.features or not other.kernels:
+                continue
+            if kernel == other.only_kernel:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
             dims = self._in_result(eqn, i, mine.get(kernel, []))
