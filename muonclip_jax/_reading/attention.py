@@ -139,8 +139,7 @@ class LayerReader:
         self.sides: list[Sides] = []
         self.classes = list[LayerCells]()
         self.queries: set[int] = set()
-        # All queries and keys, and the events where the entries that a clip scales for
-        # queries are used, and those for keys.
+        # All queries and keys, and the events where scaled entries of either are used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0

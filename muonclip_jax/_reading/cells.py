@@ -16,14 +16,7 @@ import numpy as np
 from .fact import members, union
 from .graph import Atom
 from .heads_of_products import is_apart
-from .marks import (
-    distinct,
-    Marks,
-    numbered,
-    only_where,
-    union_but,
-    varied,
-)
+from .marks import distinct, Marks, numbered, only_where, union_but, varied
 from .numbers import Lead
 from .scaling import Factor, Sum, Summand
 

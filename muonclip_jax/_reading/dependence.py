@@ -8,11 +8,10 @@ parameters, but query and key may share a fused kernel, so marks go back to entr
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from .fact import Fact, members
-from .facts import Facts
+from .facts import Facts, is_inexact
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import Marks
 from .primitives import Kind, moves
@@ -40,10 +39,9 @@ class Dependence:
     ) -> Iterator[Dependency]:
         """Yields an array's uses of parameters that meet activations at some events.
 
-        The search ends at the output of earlier attention, which is the layer's input.
-        If `is_side`, the array is a query or a key. If attention makes it and no kernel
-        follows, as where retrieved patterns are queries again, the search goes on: the
-        logits of both are one layer's.
+        The search ends at the output of earlier attention, the input of a layer. It
+        goes on if `is_side` (the array is a query or a key) and attention alone made
+        the array, as where retrieved patterns are queries again: both are one layer.
         """
         graph, facts = self._graph, self._facts
         meetings: list[tuple[Atom, AllMarks, int, str]] = []
@@ -55,9 +53,7 @@ class Dependence:
             line, stops = carried
             stops |= eqn.is_product and facts.weight_of(eqn) is not None
             inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
-            if not back and jnp.issubdtype(
-                eqn.output(origin.k).var.aval.dtype, jnp.inexact
-            ):
+            if not back and is_inexact(eqn.output(origin.k)):
                 lost.append((eqn, line or eqn.line))
             weights, activations = [], []
             for i, fact in enumerate(facts.inputs(eqn)):

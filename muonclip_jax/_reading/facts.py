@@ -425,9 +425,9 @@ def is_choice(eqn: Eqn, atom: Atom) -> bool:
 
     Other integers may be logits, as 8-bit products are.
     """
-    dtype = atom.var.aval.dtype
     is_order = eqn.kind in (Kind.ORDER, Kind.WINNER)
-    return dtype == jnp.bool_ or (is_order and not jnp.issubdtype(dtype, jnp.inexact))
+    is_index = is_order and not is_inexact(atom)
+    return is_index or atom.var.aval.dtype == jnp.bool_
 
 
 def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:

@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 
 from .back import Move, Moves, Op
-from .marks import (
-    full,
-    Marks,
-    only_where,
-    placed,
-    placed_at,
-    Shape,
-    small,
-    union_along,
-)
+from .marks import full, Marks, only_where, placed, placed_at, Shape, small, union_along
 
 
 def static_slice(op: Op) -> Moves:
@@ -139,14 +130,13 @@ def scatter(op: Op) -> Moves:
     gone = {*numbers.inserted_window_dims}
     kept = [d for d in range(len(out)) if d not in (*gone, *batch[0])]
     update_of = dict(zip(kept, window_dims, strict=True))
+    rest = [d for d in range(len(new)) if d not in window_dims]
     if batch[0]:  # as `vmap` makes them: then the places of all other entries are lost
-        rest = [d for d in range(len(new)) if d not in window_dims]
         whole = {u: d for d, u in update_of.items() if new[u] == out[d]}
         whole |= {rest[j]: d for d, j in zip(*batch, strict=True)}
         to = [whole.get(d) for d in range(len(new))]
         return [(0, lambda marks: marks), (2, op.through(to))]
     sizes = tuple(new[update_of[d]] if d in update_of else 1 for d in range(len(out)))
-    rest = [d for d in range(len(new)) if d not in window_dims]
     free = len(rest)
     starts: list[np.ndarray | None] = [None] * len(out)
     if index is not None:

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .facts import Facts
-from .graph import AllMarks, Atom, Eqn, Graph, Origin
+from .graph import AllMarks, Atom, Eqn, Origin
 from .marks import is_varied, Marks, moved, small, union_along
-from .scaling import Scaling
+from .softmaxes import Softmaxes
 
 
 class Maker(NamedTuple):
@@ -20,8 +19,9 @@ class Maker(NamedTuple):
 class Makers:
     """Follows activations back to the nearest products with weights."""
 
-    def __init__(self, graph: Graph, facts: Facts, scaling: Scaling):
-        self._graph, self._facts, self._scaling = graph, facts, scaling
+    def __init__(self, softmaxes: Softmaxes):
+        self._graph, self._facts = softmaxes.graph, softmaxes.facts
+        self._scaling = softmaxes.scaling
         self._outputs: dict[tuple[Atom, int], bool] = {}
 
     def of(self, atom: Atom, all_marks: AllMarks) -> Iterator[Maker]:

@@ -112,7 +112,7 @@ class _Suspicion(Forward[Taint]):
     def __init__(self, softmaxes: Softmaxes, read: set[Eqn]):
         super().__init__(_COPY)
         self._softmaxes, self._facts, self._read = softmaxes, softmaxes.facts, read
-        self.makers = Makers(softmaxes.graph, softmaxes.facts, softmaxes.scaling)
+        self.makers = Makers(softmaxes)
         self.products: dict[int, Suspect] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # The equations and operands that weigh the other operand, with their products.

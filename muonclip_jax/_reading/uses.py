@@ -58,7 +58,7 @@ class Uses:
     def __init__(self, softmaxes: Softmaxes, tokens: frozenset[int]):
         self._softmaxes, self._facts = softmaxes, softmaxes.facts
         self._graph = softmaxes.graph
-        self._makers = Makers(softmaxes.graph, softmaxes.facts, softmaxes.scaling)
+        self._makers = Makers(softmaxes)
         self._routers = Routers(softmaxes, self._makers)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         # Parameters, each with an axis along which its entries are experts' matrices.
@@ -267,11 +267,7 @@ class Uses:
             self.features.add(other.only_kernel)
 
     def _weight(
-        self,
-        eqn: Eqn,
-        i: int,
-        experts: set[int],
-        kernels: Sequence[Modulated] = (),
+        self, eqn: Eqn, i: int, experts: set[int], kernels: Sequence[Modulated] = ()
     ) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
@@ -430,9 +426,8 @@ class Uses:
             return
         for i in (0, 1):
             kernel, other = facts[i].only_kernel, facts[1 - i]
-            if kernel is None or kernel in self.features or not other.kernels:
-                continue
-            if kernel == other.only_kernel:
+            is_known = kernel is None or kernel in self.features
+            if is_known or not other.kernels or kernel == other.only_kernel:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
             dims = self._in_result(eqn, i, mine.get(kernel, []))

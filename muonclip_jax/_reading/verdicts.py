@@ -47,13 +47,12 @@ def verdicts(
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "read")
         leaf_notes = notes[i]
-        # The first note of each kind.
-        by_kind = {note.kind: note for note in reversed(leaf_notes)}
+        first_notes = {note.kind: note for note in reversed(leaf_notes)}
         if not leaf_notes:
             return Verdict("vector", None, "not used", "read", is_known=False)
 
         def labeled(label: str, noted: str, kind: str = "", **more: Any) -> Verdict:
-            about = {"source": "read", "line": by_kind[noted].line, **more}
+            about = {"source": "read", "line": first_notes[noted].line, **more}
             return Verdict(label, None, kind or noted, **about)
 
         if i in frozen:
@@ -61,15 +60,15 @@ def verdicts(
             if i in choosing:
                 words = "acts by indices and comparisons alone"
             return labeled("frozen", leaf_notes[0].kind, words)
-        if "looked up" in by_kind:
-            tied = "looked up, tied" if "contracted" in by_kind else ""
+        if "looked up" in first_notes:
+            tied = "looked up, tied" if "contracted" in first_notes else ""
             return labeled("embedding", "looked up", tied)
         weights = [u for u in leaf_notes if u.kind in ("contracted", "factor")]
         if not weights:
             for kind in ("elementwise", "depthwise", "data"):
-                if kind in by_kind:
+                if kind in first_notes:
                     return labeled("vector", kind)
-            what = f"unknown: {by_kind['unknown'].name}"
+            what = f"unknown: {first_notes['unknown'].name}"
             return labeled("vector", "unknown", what, is_known=False)
         inputs, outputs = _axes(weights, shape, {a for j, a in experts if j == i})
         kind = weights[0].kind
@@ -83,7 +82,7 @@ def verdicts(
         if i in of_heads:
             return labeled("vector", kind, "one number for each head")
         sides: Any = ((x if x[1:] else x[0]) for x in (inputs, outputs))
-        kind = "contracted" if "contracted" in by_kind else "factor"
+        kind = "contracted" if "contracted" in first_notes else "factor"
         words = "factor of a product" if kind == "factor" else ""
         return labeled("matrix", kind, words)._replace(
             numbers=MuonDimensionNumbers(*sides)
