@@ -48,11 +48,11 @@ class Routers:
         sums over some, so no kernel before them is a router.
         """
         makers = self._makers.of(atom, atom.each()) if fact.writers else ()
-        for maker, _, all_marks in makers:
+        for eqn, _, all_marks in makers:
             lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
             entries = [x for x in zip(*lines, strict=True) if any(x)]
             if any(map(is_varied, all_marks)) and len({*entries}) == len(entries):
-                self.chosen |= self._facts.event(maker) & fact.writers
+                self.chosen |= self._facts.event(eqn) & fact.writers
 
     def note(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
@@ -64,11 +64,11 @@ class Routers:
                 continue
             states = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
-            for state in states:
-                for fact in self._facts.inputs(state):
-                    for _, router in self.of(fact.weights):
+            for product in states:
+                for fact in self._facts.inputs(product):
+                    for router in self.of(fact.weights):
                         self._kept |= self._facts.event(router)
-            for _, router in self.of(mine.weights & ~other.weights):
+            for router in self.of(mine.weights & ~other.weights):
                 if not states:
                     self.chosen |= self._facts.event(router) & ~other.events
 
@@ -122,7 +122,7 @@ class Routers:
 
     def note_mixers(self, fact: Fact) -> int:
         """Notes the routers whose weights an activation is; returns their events."""
-        routers = (self._facts.event(eqn) for _, eqn in self.of(fact.weights))
+        routers = (self._facts.event(eqn) for eqn in self.of(fact.weights))
         mixers = union(routers) | fact.writers & self.chosen
         self.chosen |= mixers
         return mixers
@@ -154,9 +154,9 @@ class Routers:
                 is_alone = fact.kernels > 0 and not fact.kernels & ~chosen_kernels
                 if is_alone and self._is_lost(origin, placing):
                     self._cut_features |= fact.writers
-        for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
+        for product, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
-                self._cut_features |= self._facts.event(maker)
+                self._cut_features |= self._facts.event(product)
         self.chosen &= ~self._cut_features
 
     def _is_lost(self, origin: Origin, eqn: Eqn) -> bool:
@@ -171,26 +171,26 @@ class Routers:
             for marks in origin.all_marks
         )
 
-    def of(self, bits: int) -> list[tuple[int, Eqn]]:
+    def of(self, bits: int) -> list[Eqn]:
         """Returns the products with a weight over whose outputs a softmax is taken."""
         routers = []
-        for k in members(bits):
-            eqn = self._facts.products[1 << k]
+        for bit in (1 << k for k in members(bits)):
+            eqn = self._facts.products[bit]
             is_product = eqn.kind is Kind.CONTRACTION
             i = self._facts.weight_of(eqn) if is_product else None
             if i is None or not self._facts.event(eqn):
                 continue
             others = eqn.to[1 - i]
             free = {d for d in eqn.to[i] if d is not None and d not in others}
-            for bits, (atom, axes) in self._softmaxes.sums:
-                if not bits & 1 << k:
+            lead = len(eqn.frame.lead)
+            for summed, (atom, axes) in self._softmaxes.sums:
+                if not summed & bit:
                     continue
                 all_marks, _ = self._softmaxes.to_product(
-                    atom, atom.numbered(axes), 1 << k
+                    atom, atom.numbered(axes), bit
                 )
-                inner = len(eqn.frame.lead)
-                if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
-                    routers.append((1 << k, eqn))
+                if any(x.shape[lead + d] > 1 for x in all_marks or () for d in free):
+                    routers.append(eqn)
                     break
         return routers
 

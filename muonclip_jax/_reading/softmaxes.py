@@ -96,7 +96,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]
     over: list[Over]
-    places: list[Meeting]
+    meetings: list[Meeting]
     is_summed: bool = True  # the division by a sum was found
 
 
@@ -194,16 +194,16 @@ class Softmaxes:
                 weighed += self._weighs(eqn, facts)
         seen = 0
         for bits, group in self._together(exps):
-            places = [x for b, x in weighed if b & bits]
-            if places and bits & ~seen:
+            meetings = [x for b, x in weighed if b & bits]
+            if meetings and bits & ~seen:
                 seen |= bits
                 # The sum may be hidden, for example in a column of ones of the values.
                 # The softmax then sums along the axes along which it weighs values.
                 sums = [x for b, x in self.sums if b & bits]
-                if not sums and not any(self.divides(eqn) for eqn, _ in places):
+                if not sums and not any(self.divides(eqn) for eqn, _ in meetings):
                     continue  # nothing normalizes these exponentials
-                over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
-                yield Softmax(bits, group, over, places, bool(sums))
+                over = [x for x in sums if x[1]] or [self._over(*x) for x in meetings]
+                yield Softmax(bits, group, over, meetings, bool(sums))
 
     def divides(self, eqn: Eqn) -> bool:
         """Returns whether something is divided by entries of a result, or by their sum.
@@ -367,7 +367,7 @@ class Softmaxes:
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in eqn.inputs())
-            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
+            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.meetings)
             loops = {x.name: x.axis for x in eqn.frame.lead if x.name in a ^ b}
             one, two = ({loops[x] for x in trips if x in loops} for trips in (a, b))
             free = free[0] | one, free[1] | two
@@ -424,7 +424,7 @@ class Softmaxes:
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.eqn)
-        for eqn, i in softmax.places if softmax.is_summed else ():
+        for eqn, i in softmax.meetings if softmax.is_summed else ():
             to, (atom, axes) = self.to(eqn), self._over(eqn, i)
             value_dims = {d for d in to[1 - i] if d is not None} - {*to[i]}
             dims = self._along(bit, atom)
@@ -468,7 +468,7 @@ class Softmaxes:
     def _is_gate(self, product: Product, i: int, softmax: Softmax) -> bool:
         """Returns whether outputs of a weight each weigh values of their own."""
         bit = self.facts.product(product.eqn)
-        for eqn, j in softmax.places:
+        for eqn, j in softmax.meetings:
             to, of_axis = self.to(eqn), self._along(bit, eqn.inputs()[j])
             both = shared(to)
             dims = (of_axis[d] for d, x in enumerate(to[j]) if x in both and of_axis)
