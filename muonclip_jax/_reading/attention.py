@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .back import shared
-from .cells import places
+from .cells import trip_numbers
 from .dependence import Dependence, Dependency
 from .fact import members, union
 from .graph import Atom, Eqn
@@ -49,11 +49,11 @@ class Layer:
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
     # Several layers may be recorded together, as `(*loops, recorded heads)`. This one
-    # has `own_heads` among these heads, and the trips of `places`: an array `(*stack,
-    # trips)` of their numbers, with all trips of its loops counted in one row.
+    # has `own_heads` among these heads, and `trips`: an array `(*stack, trips)` of
+    # their numbers, with all trips of its loops counted in one row.
     recorded: int = 0
     own_heads: list[int] | None = None
-    places: np.ndarray | None = None
+    trips: np.ndarray | None = None
     refusal: str = ""  # why its heads are not known
     unscaled: str = ""  # why no parameter scales its heads, if none does
     unclear: str = ""  # why its statistic cannot be recorded
@@ -69,14 +69,14 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its statistic, `(*stack, heads)`."""
-        stack = self.sizes if self.places is None else self.places.shape[:-1]
+        stack = self.sizes if self.trips is None else self.trips.shape[:-1]
         return (*stack, self.heads)
 
     @property
     def stacked(self) -> tuple[Any, ...]:
         """How its statistic is taken from what is recorded."""
-        places = None if self.places is None else self.places.tolist()
-        return self.heads, self.recorded, self.own_heads, self.loops, places
+        trips = None if self.trips is None else self.trips.tolist()
+        return self.heads, self.recorded, self.own_heads, self.loops, trips
 
 
 class _Array(NamedTuple):
@@ -234,7 +234,7 @@ class LayerReader:
             pairs=pairs,
             makers=layer_cells.makers,
             own_heads=members(cells.heads) if heads < layer.recorded else None,
-            places=None if is_each else places(layer_cells.trips),
+            trips=None if is_each else trip_numbers(layer_cells.trips),
             unscaled=refusals[0] if refusals else "",
         )
 

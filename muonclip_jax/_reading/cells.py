@@ -166,7 +166,7 @@ def agreed(leaf_rows: Sequence[Rows], cells: Cells) -> np.ndarray | None:
     return deepest
 
 
-def places(trips: np.ndarray) -> np.ndarray:
+def trip_numbers(trips: np.ndarray) -> np.ndarray:
     """Returns the numbers of the trips of each layer, along one more axis.
 
     A layer with fewer trips than others repeats one.

@@ -209,7 +209,7 @@ class Frame:
         self.consts = dict(zip(self.jaxpr.constvars, body.consts, strict=True))
         self._atoms: dict[int, Atom] = {}
         self.inputs = [self.atom(var) for var in self.jaxpr.invars]
-        self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
+        self.position = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
         self.definitions = {
             var: (eqn, k)
@@ -311,7 +311,7 @@ class Graph:
             return
         if isinstance(var, Literal) or var in frame.consts:
             yield Origin(all_marks, seen, atom=atom)
-        elif var in frame.place:
+        elif var in frame.position:
             yield from self._outside(atom, all_marks, seen)
         else:
             eqn, k = frame.definitions[var]
@@ -424,7 +424,7 @@ class Graph:
 
     def _outside(self, atom: Atom, all_marks: AllMarks, seen: Seen) -> Iterator[Origin]:
         """Returns the origins of a frame's input, outside of the frame."""
-        frame, i = atom.frame, atom.frame.place[atom.var]
+        frame, i = atom.frame, atom.frame.position[atom.var]
         if frame.caller is None:
             is_one = i in self.parameters
             yield Origin(all_marks, seen, parameter=i if is_one else None, atom=atom)

@@ -59,7 +59,7 @@ class Numbers:
         if isinstance(var, Literal) or var in frame.consts:
             constant = var.val if isinstance(var, Literal) else frame.consts[var]
             return _constant(constant, atom.lead)
-        if var in frame.place:
+        if var in frame.position:
             return self._input(atom) if frame.caller else None
         eqn, k = frame.definitions[var]
         if eqn.inside:
@@ -81,7 +81,7 @@ class Numbers:
 
     def _input(self, atom: Any) -> Value:
         frame = atom.frame
-        outer, how = frame.outer[frame.place[atom.var]]
+        outer, how = frame.outer[frame.position[atom.var]]
         if how == "carry":
             return self._carried(atom, outer)
         value = self.of(outer)
@@ -104,7 +104,7 @@ class Numbers:
         is_index = not jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
         if not is_index or atom.shape or (first := self.of(start)) is None:
             return None
-        k = frame.carried.index(frame.place[atom.var])
+        k = frame.carried.index(frame.position[atom.var])
         loop: Any = jaxprs.loop(frame.caller.jaxpr_eqn)
         step = jaxprs.step_of(frame.jaxpr, atom.var, frame.outputs[k].var)
         if step is not None:
@@ -142,7 +142,7 @@ class _Trip(Numbers):
         frame = self._frame
         if atom.frame is not frame:
             return super()._input(atom)
-        i, axis = frame.place[atom.var], len(frame.lead) - 1
+        i, axis = frame.position[atom.var], len(frame.lead) - 1
         outer, how = frame.outer[i]
         if how == "carry" and self._before is not None:
             return self._before.of(frame.outputs[frame.carried.index(i)])

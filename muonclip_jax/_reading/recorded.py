@@ -185,15 +185,15 @@ def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
     """Returns the statistic of one of the layers that were recorded together."""
     # If a loop runs over heads, its axis and the heads of each trip become one axis.
     depth = len(layer.loops)
-    trips = math.prod(recorded.shape[:depth])
-    rows = recorded.reshape((trips, -1))
+    count = math.prod(recorded.shape[:depth])
+    rows = recorded.reshape((count, -1))
     if layer.own_heads is not None:
         rows = rows[:, np.array(layer.own_heads)]
-    if layer.places is None:
+    if layer.trips is None:
         return rows.reshape((*recorded.shape[:depth], -1))
-    *stack, each = layer.places.shape
-    if not np.array_equal(layer.places.ravel(), np.arange(trips)):
-        rows = rows[layer.places.ravel()]
+    *stack, each = layer.trips.shape
+    if not np.array_equal(layer.trips.ravel(), np.arange(count)):
+        rows = rows[layer.trips.ravel()]
     rows = rows.reshape((*stack, each, -1))
     return rows[..., 0, :] if each == 1 else largest(rows, -2)
 
@@ -309,9 +309,9 @@ class _Recorder:
                 )
             return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, maxima)
         # Loops, branches and `shard_map` have a method each.
-        if again := getattr(self, f"_{eqn.primitive.name}", None):
+        if rerun := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
-                return again(eqn, inputs, address)
+                return rerun(eqn, inputs, address)
         body: Any = jaxprs.called(eqn)
         operands = slice(len(inputs) - len(body.jaxpr.invars), None)
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
@@ -359,17 +359,17 @@ class _Recorder:
         of_condition, rest = inputs[: loop.first], inputs[loop.first :]
         consts, start = rest[: loop.consts], rest[loop.consts :]
 
-        def is_on(both: Any) -> Any:
-            values = [*of_condition, *both[0]]
+        def is_on(carry: Any) -> Any:
+            values = [*of_condition, *carry[0]]
             return _values(self.run(loop.condition, values, address, branch=1)[0])[0]
 
         def trip(state: Any) -> Any:
             outs, stats = self.run(loop.body, [*consts, *state], address)
             return _split_as(state, outs), stats
 
-        def step(both: Any) -> Any:
-            state, stats = trip(both[0])
-            return state, jax.tree.map(jnp.maximum, both[1], stats)
+        def step(carry: Any) -> Any:
+            state, stats = trip(carry[0])
+            return state, jax.tree.map(jnp.maximum, carry[1], stats)
 
         # The loop carries the statistics. They begin at -inf: it may run no trip.
         start = self._start(lambda x: trip(x)[0], start, address)
