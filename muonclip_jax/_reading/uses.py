@@ -426,8 +426,9 @@ class Uses:
             return
         for i in (0, 1):
             kernel, other = facts[i].only_kernel, facts[1 - i]
-            is_known = kernel is None or kernel in self.features
-            if is_known or not other.kernels or kernel == other.only_kernel:
+            if kernel is None or kernel in self.features:
+                continue
+            if not other.kernels or kernel == other.only_kernel:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
             dims = self._in_result(eqn, i, mine.get(kernel, []))
