@@ -74,7 +74,7 @@ class Layer:
 
     @property
     def stacked(self) -> tuple[Any, ...]:
-        """How its statistic is taken from what is recorded."""
+        """How its statistic is taken from the recorded array."""
         trips = None if self.trips is None else self.trips.tolist()
         return self.heads, self.recorded, self.own_heads, self.loops, trips
 

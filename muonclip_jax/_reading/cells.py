@@ -108,7 +108,7 @@ class Entries(NamedTuple):
     def rows(self, cells: Cells) -> Rows | None:
         """Returns the rows of a stack with one for each trip, or for several trips.
 
-        Returns `None` if the entries are no such stack: some rows are not used, some
+        Returns `None` if the entries are not such a stack: some rows are unused, some
         trips have no row, or their heads differ.
         """
         stack = varied(self.trips)
@@ -180,7 +180,7 @@ def trip_numbers(trips: np.ndarray) -> np.ndarray:
 def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
     """Returns the loops whose trips have entries of parameters of their own.
 
-    The marks of factors are those of heads, then those of each loop.
+    A factor has marks of heads, then marks of each loop.
     """
     factors = [f for s in summands for f in s.factors]
     trips = [union(distinct(numbered(1, 0, x.size))) for x in loops]
@@ -194,7 +194,7 @@ def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
 def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
     """Returns the classes of cells that have the same summands.
 
-    The marks of factors are those of heads, then those of trips, if there are loops.
+    A factor has marks of heads, then marks of trips if there are loops.
     """
     columns = [_cells_of(s, trips, heads) for summands in sums for s in summands]
     groups: dict[tuple[int, ...], int] = {}

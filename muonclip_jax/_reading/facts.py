@@ -134,7 +134,9 @@ class Facts(Forward[Fact]):
         if eqn.kind in (Kind.STEP, Kind.STOPPED) or not is_inexact(atom):
             self.choosing |= value.unstopped
             value = value._replace(trained=0)
-        elif eqn.kind is Kind.ORDER:  # what is sorted by keys has no gradient for them
+        elif (
+            eqn.kind is Kind.ORDER
+        ):  # keys get no gradient from operands that are sorted by them
             operand = self.inputs(eqn)[eqn.outputs().index(atom)]
             value = value._replace(trained=operand.trained)
         if value.is_deep and eqn.is_slope:
@@ -421,7 +423,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def is_choice(eqn: Eqn, atom: Atom) -> bool:
-    """Whether a value is a mask or an index, which decides what is taken.
+    """Whether a value is a mask or an index, which selects entries.
 
     Other integers may be logits, as 8-bit products are.
     """

@@ -452,7 +452,7 @@ class Graph:
 
 
 def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
-    """Returns the marks of each device's block, from that of `shard_map`'s result."""
+    """Returns the marks of each device's block, from the marks of the whole result."""
     eqn = inner.caller.jaxpr_eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
     sizes = {x.name: x.size for x in inner.lead[lead:]}

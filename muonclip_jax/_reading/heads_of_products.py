@@ -74,12 +74,12 @@ class Refused(Exception):
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
     """Returns the heads of a product whose query is operand `order[0]`.
 
-    Along heads, a side has different entries of parameters. Devices may be heads, if
-    each has some of them, and so may the trips of a loop. A kernel has its heads along
-    its outputs. All summands, such as biases, adapters and a second stream of tokens,
-    agree about heads. A table of positions, before a kernel or added to its output,
-    distinguishes positions instead. Learned tokens without a kernel do the same; the
-    other side does not have their positions.
+    Different entries of a parameter make different heads of a side. Devices may be
+    heads, if each has some of them, and so may the trips of a loop. A kernel has its
+    heads along its outputs. All summands, such as biases, adapters and a second stream
+    of tokens, agree about heads. A table of positions, before a kernel or added to its
+    output, distinguishes positions, not heads. Learned tokens without a kernel do so,
+    too; the other side does not have their positions.
     """
     over = [d for d, _ in product.over] if product.eqn.kind is Kind.PRODUCT else []
     gone = product.keys | {product.lead + d for d in over}
@@ -148,9 +148,9 @@ def _makers(
 ) -> Iterator[Factor]:
     """Yields for each summand of an operand the factor that shows where heads are.
 
-    This is the last kernel, preferably one that made what the product sums over, and
+    This is the last kernel, preferably one that made the dimensions summed over, and
     has heads: windows of a pooling have none. With `stops` the search ends at a kernel
-    that made what the product sums over.
+    that made these dimensions.
     """
     atom, over = product.operand(i), product.over_of(i)
     of_over = slice(len(all_marks), len(all_marks) + len(over))
@@ -182,10 +182,9 @@ def _along(
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
     A loop's trips are layers if each has one entry of a stack, and heads if each has
-    several entries of an axis. A leaf may be for some entries of an axis only, as one
-    of several layers that `vmap` goes through. If only one side has the axis, it may
-    also be of positions, some of which have a kernel of their own; a layer has one
-    entry there.
+    several entries of an axis. A leaf may serve some entries of an axis only, as the
+    leaf of one of the layers that `vmap` goes through. An axis that only one side has
+    may count positions, some of which have a kernel; a layer's leaf serves one entry.
     """
     marks_of: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)

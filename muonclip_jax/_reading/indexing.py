@@ -121,7 +121,7 @@ def update_slice(op: Op) -> Moves:
 def scatter(op: Op) -> Moves:
     """Returns the moves of a sum; the second summand is somewhere in the result.
 
-    The axes of `starts` are those of the lead, then of the indices, then of the result.
+    `starts` has the axes of the lead, then of the indices, then of the result.
     """
     numbers, lead, out = op.params["dimension_numbers"], op.lead, op.out
     index, new = op.eqn.inputs()[1].value, op.ins[2]
@@ -149,7 +149,7 @@ def scatter(op: Op) -> Moves:
         marks = np.expand_dims(marks, tuple(range(lead, lead + free)))
         marks = _window(marks, out, sizes, starts)
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
-        # Now the axes are the indices', then those of the window.
+        # The axes are now those of the indices, then of the window.
         order = [*rest, *window_dims]
         axes = [order.index(d) for d in range(len(new))]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
@@ -189,7 +189,7 @@ def _window(
 def _around(
     op: Op, starts: Sequence[np.ndarray | None], sizes: Shape, free: int
 ) -> Move:
-    """Returns the move to an array of which a window is overwritten."""
+    """Returns the move to an array, part of which a window overwrites."""
     cut = [d for d, n in enumerate(op.out) if sizes[d] < n]
     if not cut or any(starts[d] is None for d in cut):
         return lambda marks: marks
@@ -213,7 +213,7 @@ def gather(op: Op) -> Moves:
     result_of |= {d: rest[j] for d, j in paired.items()}
     free = [j for j in range(len(rest)) if j not in paired.values()]
     window = tuple(n if d in paired else sizes[d] for d, n in enumerate(shape))
-    # The axes are those of the lead, then of the indices, then of the operand.
+    # The marks get the axes of the lead, then of the indices, then of the operand.
     order = [*(rest[j] for j in free), *(result_of.get(d) for d in range(len(shape)))]
     starts: list[np.ndarray | None] = [None] * len(shape)
     if (index := index_of(op.eqn)) is not None:

@@ -62,7 +62,7 @@ class Inner(NamedTuple):
         values: Sequence[Any],
         step: Callable[[int, Any, list[Any]], Sequence[Any]],
     ) -> list[Any]:
-        """Returns its outputs; `step` computes those of one equation from inputs."""
+        """Returns its outputs; `step` computes an equation's outputs from inputs."""
         env = dict(zip(self.jaxpr.invars, values, strict=True))
         env |= zip(self.jaxpr.constvars, self.consts, strict=True)
 

@@ -155,7 +155,7 @@ def is_disjoint(a: int, b: int, is_exact: bool) -> bool:
     """Whether two unions of marks, as `numbered` makes them, surely share no entry."""
     if is_exact:
         return not a & b
-    # Two bits for each digit, of which every entry has one.
+    # For each digit there are two bits, and every entry has one of them.
     digits = [x | x >> 1 for x in (a, b, a & b)]
     return bool(digits[0] & digits[1] & ~digits[2] & _EVEN)
 

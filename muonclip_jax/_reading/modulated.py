@@ -58,7 +58,7 @@ def modulated(graph: Graph, facts: Any, eqn: Eqn) -> tuple[int, list[Modulated]]
 
     The kernels have an axis that the product sums over and one that the other operand
     lacks; the activations that they meet do not have both. If any summand of the
-    operand is no such kernel, the list is empty.
+    operand is another array, the list is empty.
     """
     is_conv = eqn.name == "conv_general_dilated"
     for i in (1,) if is_conv else (1, 0):

@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     why: str  # if so, why
     makers: set[int]  # all parameters in the sum, also those before a norm
     events: set[int]
-    picked: set[int]  # parameters of which an unknown index takes a part
+    picked: set[int]  # parameters from which an unknown index takes a part
     is_unsure: bool = False  # whether entries are in several heads
 
     @property

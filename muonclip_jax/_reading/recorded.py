@@ -56,7 +56,7 @@ def record_attention(
     all visible pairs. It is taken before a softcap, and without biases that do not
     depend on query or key. An array that is added to the logits hides a pair where its
     entry is -9,900 or less. Logits that no parameter scales are recorded, too, so that
-    they can be watched; what is not, `read_model(...).unrecorded` lists.
+    they can be watched; `read_model(...).unrecorded` lists all that are not.
 
     **Arguments:**
 
@@ -317,8 +317,8 @@ class _Recorder:
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
             with jaxprs.written_as(eqn):
                 return call(*inputs[operands])
-        # A custom derivative cannot return statistics as further outputs. So the body
-        # runs a second time, without gradients. XLA merges the two runs.
+        # A custom derivative cannot return statistics as further outputs. The body
+        # therefore runs again, without gradients. XLA merges the two runs.
         stopped = jax.lax.stop_gradient(inputs[operands])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)

@@ -51,8 +51,8 @@ Sum = tuple[Summand, ...]
 
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
-# Arrays that are put together, as separate layers are, make no long sum: each entry has
-# the summands of one array. The search follows more arrays than summands.
+# Arrays that are put together, as separate layers are, make no long sum, since each
+# entry has the summands of one array. Up to `_MOST_APART` of these are followed.
 _MOST_SUMMANDS = 12
 _MOST_APART = 1 << 13
 
@@ -317,7 +317,7 @@ def summed(summands: Iterable[Summand]) -> Sum:
 
 
 #: The factors of a summand, each with the union of its marks and whether it is exact. A
-#: summand is where each group of factors is; a group is where one of its factors is.
+#: summand has the entries that all groups have; a group, those of any of its factors.
 _Groups = list[list[list[tuple[int, bool]]]]
 
 

@@ -151,8 +151,8 @@ class Softmaxes:
     def _frozen(self) -> set[int]:
         """Returns the parameters that no gradient reaches, which count as data.
 
-        Results that have no gradient, such as tokens that a function generates, do not
-        show what is trained; but one integer is a metric next to the loss.
+        Results without a gradient, such as tokens that a function generates, do not
+        show which parameters are trained; but one integer is a metric next to the loss.
         """
         facts, outputs = self.facts, self.facts.outputs
         tops = zip(self.graph.top.outputs, outputs, strict=False)

@@ -50,7 +50,7 @@ class Suspect(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
-    root_dims: list[set[int]]  # those of the product in each dimension of the result
+    root_dims: list[set[int]]  # the product's, in each dimension of the result
 
 
 _CONV = "conv_general_dilated"
@@ -350,8 +350,8 @@ class _Suspicion(Forward[Taint]):
     def _born(self, eqn: Eqn) -> int:
         """Returns the bit of a product, or 0.
 
-        It is 0 for what was read, for products of constants, of one-hot rows, and in a
-        backward pass, where all products are of cotangents.
+        It is 0 for products that were read, products of constants or one-hot rows, and
+        in a backward pass, where all products are of cotangents.
         """
         facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
@@ -389,7 +389,7 @@ class _Suspicion(Forward[Taint]):
         return self._softmaxes.to(eqn) if eqn.name != _CONV else ((), ())
 
     def _sides(self, product: Eqn | int) -> tuple[set[int], set[int]]:
-        """Returns the dimensions of a product, or of that of a bit, in its operands."""
+        """Returns the dimensions of a product, or of a bit's, in both operands."""
         eqn = self.products[product].root if isinstance(product, int) else product
         a, b = ({d for d in to if d is not None} for to in self._to(eqn))
         return a, b

@@ -81,8 +81,8 @@ def written(twins: Sequence[Twin], numbers: Iterable[int]) -> Any:
 class _SizeChoice:
     """Chooses sizes for the symbols of some dimensions.
 
-    An axis of 1 is broadcast, and one as long as a parameter's may be taken for it. So
-    each dimension gets a size of its own, as far as that is possible.
+    An axis of 1 is broadcast, and one as long as a parameter's may be taken for it.
+    Each dimension therefore gets a size of its own, as far as that is possible.
     """
 
     def __init__(self, dims: Sequence[Any], fixed: set[Any]):

@@ -54,7 +54,7 @@ def call_of(
 
 
 def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
-    """Traces a function of objects as one of their state, which it also returns.
+    """Traces a function of objects as a function of their state, which it returns, too.
 
     NNX's bookkeeping for transformations runs it on copies. All arguments and results
     share one graph, so an object that appears twice stays one object, even a new one.

@@ -65,7 +65,7 @@ class Uses:
         self.experts: set[tuple[int, int]] = set()
         # For such an axis, a bit for each entry whose outputs were sliced off.
         self.cuts: dict[tuple[int, int], int] = defaultdict(int)
-        self.scales: set[int] = set()  # kernels whose outputs scale those of others
+        self.scales: set[int] = set()  # kernels whose outputs scale others' outputs
         self.features: set[int] = set()  # kernels whose outputs are used as features
         self.fed = 0  # events that the operand of a later weight depends on
         self.last = 0  # events where a backward pass begins, at an output head
@@ -136,7 +136,7 @@ class Uses:
             self._cut(eqn, inputs[0], facts[0])
 
     def _note_slopes(self) -> None:
-        """Notes parameters of which the trace has only slopes, where these begin.
+        """Notes parameters whose only uses are in slopes, where these begin.
 
         A network's value may be gone if only its slope is used: in slopes of slopes,
         JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
@@ -321,8 +321,8 @@ class Uses:
         is_pair = self._facts.of(weight).is_pair
         summands = self._softmaxes.scaling.of(weight, all_marks)
         if is_pair:
-            # Without a parameter along what is summed over, as in a window that
-            # diagonal parameters make, no activation is contracted with any.
+            # If no parameter has the dimensions summed over, as in a window that
+            # diagonal parameters make, activations are not contracted with one.
             over = [
                 k
                 for k, (word, marks) in enumerate(zip(words, all_marks, strict=True))
