@@ -88,7 +88,7 @@ class Uses:
                 self._note(eqn)
         self._note_slopes()
         self.notes = [self._judged(note) for note in self.notes]
-        self.chosen = self._routers.events  # whose outputs decide where others go
+        self.chosen = self._routers.events  # events of routers
 
     def parameters_of(self, *kinds: str) -> set[int]:
         return {note.parameter for note in self.notes if note.kind in kinds}
