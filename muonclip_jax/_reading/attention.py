@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .back import shared
-from .cells import places
+from .cells import trip_numbers
 from .dependence import Dependence, Dependency
 from .fact import members, union
 from .graph import Atom, Eqn
@@ -33,7 +33,7 @@ WHILE = (
 
 @dataclasses.dataclass
 class Layer:
-    """An attention layer: the parts that a clip may scale, and its logits' places."""
+    """An attention layer: the parts that a clip may scale, and where its logits are."""
 
     products: list[Eqn]
     heads: int = 0
@@ -48,14 +48,14 @@ class Layer:
     sizes: tuple[int, ...] = ()  # of these loops
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
-    # Recorded logits may be those of several layers: `(*loops, recorded heads)`. This
-    # one has some of the heads, and the trips of `places`: an array `(*stack, trips)`,
-    # with all trips of its loops counted in one row.
+    # Several layers may be recorded together, as `(*loops, recorded heads)`. This one
+    # has `own_heads` among these heads, and `trips`: an array `(*stack, trips)` of
+    # their numbers, with all trips of its loops counted in one row.
     recorded: int = 0
     own_heads: list[int] | None = None
-    places: np.ndarray | None = None
+    trips: np.ndarray | None = None
     refusal: str = ""  # why its heads are not known
-    unscaled: str = ""  # why no parameter scales them, if they are
+    unscaled: str = ""  # why no parameter scales its heads, if none does
     unclear: str = ""  # why its statistic cannot be recorded
 
     @property
@@ -69,14 +69,14 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its statistic, `(*stack, heads)`."""
-        stack = self.sizes if self.places is None else self.places.shape[:-1]
+        stack = self.sizes if self.trips is None else self.trips.shape[:-1]
         return (*stack, self.heads)
 
     @property
     def stacked(self) -> tuple[Any, ...]:
-        """How its statistic is taken from what is recorded."""
-        places = None if self.places is None else self.places.tolist()
-        return self.heads, self.recorded, self.own_heads, self.loops, places
+        """How its statistic is taken from the recorded array."""
+        trips = None if self.trips is None else self.trips.tolist()
+        return self.heads, self.recorded, self.own_heads, self.loops, trips
 
 
 class _Array(NamedTuple):
@@ -94,8 +94,8 @@ class _ScaledSide(NamedTuple):
     events: set[int]
 
     def has(self, use: Dependency) -> bool:
-        own = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
-        return any(bool((mask & (use.marks != 0)).any()) for mask in own)
+        masks = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
+        return any(bool((mask & (use.marks != 0)).any()) for mask in masks)
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
@@ -103,18 +103,18 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
 
     It is several layers if loops or heads have parameters of their own.
     """
-    softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
-    made = [(products, x.exps) for x, products in softmax_of if products]
+    pairs = ((x, softmaxes.products(x)) for x in softmaxes.all())
+    groups = [(products, x.exps) for x, products in pairs if products]
     facts = softmaxes.facts
-    bits = union(facts.product(p.eqn) for products, _ in made for p in products)
+    bits = union(facts.product(p.eqn) for products, _ in groups for p in products)
     dependence = Dependence(softmaxes.graph, facts, bits)
-    readers = [LayerReader(softmaxes, dependence, *x) for x in made]
+    readers = [LayerReader(softmaxes, dependence, *x) for x in groups]
     for reader in readers:
         reader.read_products()
     clipped = union(event for x in readers for side in x.events for event in side)
-    found = [layer for reader in readers for layer in reader.read(clipped)]
+    layers = [layer for reader in readers for layer in reader.read(clipped)]
     # Layers are in the order of their calls, since paths may be numbered by it.
-    return sorted(found, key=lambda x: x.products[0].address)
+    return sorted(layers, key=lambda x: x.products[0].address)
 
 
 class LayerReader:
@@ -132,14 +132,14 @@ class LayerReader:
         self.layer = Layer([p.eqn for p in products])
         self.divider = Divider(softmaxes)
         self.refusals = self.divider.refusals
-        # The results so far: the products without biases, also as bits; the parts that
-        # scale their sides; and the parameters of their queries.
-        self.found: list[tuple[Product, HeadMap]] = []
+        # The products that are no biases, with their heads and as bits; their sides;
+        # the layers of their cells; and the parameters of their queries.
+        self.head_maps: list[tuple[Product, HeadMap]] = []
         self.bits = 0
         self.sides: list[Sides] = []
         self.classes = list[LayerCells]()
         self.queries: set[int] = set()
-        # All queries and keys, and the events where entries scaled for each are used.
+        # All queries and keys, and the events where scaled entries of either are used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0
@@ -157,7 +157,7 @@ class LayerReader:
     def read(self, clipped: int) -> list[Layer]:
         """Reads the rest; `clipped` are the events of scaled entries of any layer."""
         layer, self.clipped = self.layer, clipped
-        counts = {heads.number for _, heads in self.found}
+        counts = {heads.number for _, heads in self.head_maps}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = layer.recorded = max(counts, default=0)
@@ -165,11 +165,12 @@ class LayerReader:
         frozen = self.softmaxes.frozen
         if layer.makers and layer.makers <= frozen:
             return []  # frozen logits are as good as data
-        ways: list[Route] = []
+        routes: list[Route] = []
         try:
-            if self.found:
-                of = self.softmaxes, self.found, self.exps, self.bits
-                layer.sites, ways = sites_of(*of)
+            if self.head_maps:
+                layer.sites, routes = sites_of(
+                    self.softmaxes, self.head_maps, self.exps, self.bits
+                )
         except Refused as why:
             self.refusals.append(str(why))
         except Unclear as why:
@@ -180,7 +181,7 @@ class LayerReader:
         queries = [part for x in pairs for part in x.query]
         keys = [part for x in pairs for part in x.key]
         scaled = [*map(_ScaledSide, (queries, keys), self.events)]
-        for i, why in self._second_uses(scaled, self.arrays, ways).items():
+        for i, why in self._second_uses(scaled, self.arrays, routes).items():
             self.classes = [
                 x._replace(pairs=[pair.without(i, why) for pair in x.pairs])
                 for x in self.classes
@@ -189,51 +190,51 @@ class LayerReader:
         is_unscaled = all(
             [(y.query, y.key) for y in x.pairs] == [([], [])] for x in self.classes
         )
-        if is_unscaled and self.classes and ways:
-            self.classes = self._temperature(ways[-1]) or self.classes
+        if is_unscaled and self.classes and routes:
+            self.classes = self._temperature(routes[-1]) or self.classes
         self._check_loops()
-        for eqn in (eqn for path in ways for eqn in path.nonlinear):
+        for eqn in (eqn for route in routes for eqn in route.nonlinear):
             self.refusals.append(
                 f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
-        layer.loops = tuple(x.of for x in self.divider.trips.loops)
+        layer.loops = tuple(x.name for x in self.divider.trips.loops)
         layer.sizes = tuple(x.size for x in self.divider.trips.loops)
         layer.loops_of_heads = self.divider.loops_of_heads
         if not self.classes:
             layer.refusal = self.refusals[0] if self.refusals else ""
             return [layer]
         live = [x for x in self.classes if x.makers] or self.classes[:1]
-        found = [self._layer(x) for x in live if not x.makers or x.makers - frozen]
+        layers = [self._layer(x) for x in live if not x.makers or x.makers - frozen]
         if self.refusals:  # the same for all layers
-            self.layer.pairs = [x for of in found for x in of.pairs]
+            self.layer.pairs = [pair for x in layers for pair in x.pairs]
             self.layer.refusal = self.refusals[0]
             return [self.layer]
-        return found
+        return layers
 
-    def _layer(self, one: LayerCells) -> Layer:
+    def _layer(self, layer_cells: LayerCells) -> Layer:
         """Returns the layer of a class of cells."""
-        layer, cells = self.layer, one.cells
+        layer, cells = self.layer, layer_cells.cells
         heads, pairs, refusals = cells.heads.bit_count(), [], []
-        for pair in one.pairs:
-            of_key = {part.leaf.heads for part in pair.key}
+        for pair in layer_cells.pairs:
+            key_heads = {part.leaf.heads for part in pair.key}
             if not pair.query and not pair.key:
                 refusals.append(_why(*pair.whys))
-            elif not pair.query and of_key not in ({1}, {heads}):
+            elif not pair.query and key_heads not in ({1}, {heads}):
                 refusals.append(
                     f"{pair.whys[0]} the query, and several query heads share a key"
                 )
             else:
                 pairs.append(pair)
-        # Where nothing scales, layers do not differ: each trip has a number of its own.
+        # Trips that nothing scales are in one class. Each has its own statistic.
         is_each = bool(refusals) and cells.trips == (1 << self.divider.trips.number) - 1
         return dataclasses.replace(
             layer,
             heads=heads,
             pairs=pairs,
-            makers=one.makers,
+            makers=layer_cells.makers,
             own_heads=members(cells.heads) if heads < layer.recorded else None,
-            places=None if is_each else places(one.trips),
+            trips=None if is_each else trip_numbers(layer_cells.trips),
             unscaled=refusals[0] if refusals else "",
         )
 
@@ -241,12 +242,12 @@ class LayerReader:
         """Notes why the trips of loops over layers cannot be distinguished, if so."""
         for loop in self.divider.trips.loops:
             frame = self.layer.products[0].frame
-            while frame.caller and frame.caller.address != loop.of:
+            while frame.caller and frame.caller.address != loop.name:
                 frame = frame.caller.frame
             if frame.caller and frame.caller.name == "while":
                 self.refusals.append(WHILE)
-            sites = (x.eqn.address[: len(loop.of)] for x in self.layer.sites)
-            if any(address != loop.of for address in sites):
+            sites = (x.eqn.address[: len(loop.name)] for x in self.layer.sites)
+            if any(address != loop.name for address in sites):
                 self.refusals.append(
                     f"the loop at {self.layer.line} goes through layers, and its "
                     "logits enter the softmax outside of it"
@@ -280,84 +281,87 @@ class LayerReader:
             self.queries |= {f.parameter for s in sides.sums[0] for f in s.linear}
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.eqn.frame.lead if x.axis in heads.axes]
-        layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
-        self.divider.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
-        self.found.append((product, heads))
+        layer.devices = tuple(str(x.name) for x in leads if not x.is_loop)
+        self.divider.loops_of_heads = frozenset(x.name for x in leads if x.is_loop)
+        self.head_maps.append((product, heads))
         self.bits |= facts.product(product.eqn)
 
     def _second_uses(
         self,
         scaled: Sequence[_ScaledSide],
         arrays: Sequence[_Array],
-        ways: Sequence[Route],
+        routes: Sequence[Route],
     ) -> dict[int, str]:
         """Returns the sides whose scaled entries enter logits again, and where.
 
         `arrays` are all queries, keys and temperatures. An array that is added to
         logits, or multiplied with them, must not depend on scaled entries at all.
         """
-        facts, found = self.softmaxes.facts, {}
-        own = {x.atom for x in arrays}
-        others = (x[:2] for way in ways for x in (*way.added, *way.factors))
+        facts, reasons = self.softmaxes.facts, {}
+        atoms = {x.atom for x in arrays}
+        others = (x[:2] for route in routes for x in (*route.added, *route.factors))
         for eqn, i in others:
             atom = eqn.inputs()[i]
-            if atom not in own and not facts.of(atom).products & self.bits:
+            if atom not in atoms and not facts.of(atom).products & self.bits:
                 arrays = [*arrays, _Array(atom, None, eqn.line)]
         # Exclude the layer's input, which scaled entries made in its earlier calls.
-        before: dict[int, int] = {}
+        earlier: dict[int, int] = {}
         for parts, events in scaled:
             for x in (part.parameter for part in parts):
-                met = facts.meetings(x) & union(events)
-                past = union(facts.upstream(1 << i) for i in members(met)) & ~met
-                before[x] = before.get(x, 0) | past & self.clipped
-        events = union(facts.meetings(x) & ~past for x, past in before.items())
-        parameters = union(1 << x for x in before)
+                uses = facts.meetings(x) & union(events)
+                past = union(facts.upstream(1 << i) for i in members(uses)) & ~uses
+                earlier[x] = earlier.get(x, 0) | past & self.clipped
+        events = union(facts.meetings(x) & ~past for x, past in earlier.items())
+        parameters = union(1 << x for x in earlier)
         for atom, role, line in arrays:
-            is_side = role is not None or atom in own
+            is_side = role is not None or atom in atoms
             for use in self.dependence.uses(atom, events, parameters, is_side):
                 sides = [i for i, x in enumerate(scaled) if x.has(use)]
                 if role not in sides or use.event not in scaled[role].events:
                     why = AGAIN.format(line or use.line or self.layer.line)
-                    found |= {i: why for i in sides if i not in found}
-        return found
+                    reasons |= {i: why for i in sides if i not in reasons}
+        return reasons
 
-    def _temperature(self, path: Route) -> list[LayerCells] | None:
+    def _temperature(self, route: Route) -> list[LayerCells] | None:
         """Returns the layers that a temperature scales, which multiplies the logits."""
-        _, heads = self.found[-1]
+        _, heads = self.head_maps[-1]
         rows = self.layer.sites[-1].rows
-        of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
+        head_of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
 
         def bits(entries: int) -> int:
-            return union(of.get(x, 0) for x in members(entries))
+            return union(head_of.get(x, 0) for x in members(entries))
 
-        for eqn, i, (marks, *_) in path.factors:
+        for eqn, i, (marks, *_) in route.factors:
             atom = eqn.inputs()[i]
-            if eqn.kind is Kind.PRODUCT and self.softmaxes.facts.of(atom).is_weight:
-                marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
-                marks = dict(moves(eqn, 0))[i](marks)
-                side = Side(atom, marks, 0)
-                sides = Sides([side], heads, [self.divider.sum_of(side)])
-                sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
-                found = self.divider.divide([sides], self.sides)
-                parts = [p for x in found for pair in x.pairs for p in pair.query]
-                is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
-                if is_each and all(y.query for x in found for y in x.pairs):
-                    arrays = [x._replace(role=None) for x in self.arrays]
-                    arrays.append(_Array(atom, 0))
-                    scaled = _ScaledSide(parts, {y for x in found for y in x.events[0]})
-                    if not self._second_uses([scaled], arrays, [path]):
-                        # Heads that share a temperature, as in XCiT, are one.
-                        if 1 < len(sets) < heads.number:
-                            for site in self.layer.sites:
-                                joint = [site.rows[members(m)].ravel() for m in sets]
-                                site.rows = np.array(joint)
-                            self.layer.recorded = len(sets)
-                            joint = (1 << len(sets)) - 1
-                            found = [
-                                x._replace(cells=x.cells._replace(heads=joint))
-                                for x in found
-                            ]
-                        return found
+            is_weight = self.softmaxes.facts.of(atom).is_weight
+            if eqn.kind is not Kind.PRODUCT or not is_weight:
+                continue
+            marks = np.asarray(np.frompyfunc(bits, 1, 1)(marks), object)
+            marks = dict(moves(eqn, 0))[i](marks)
+            side = Side(atom, marks, 0)
+            sides = Sides([side], heads, [self.divider.sum_of(side)])
+            sets = sorted(distinct(marks), key=lambda m: (m & -m, m))
+            classes = self.divider.divide([sides], self.sides)
+            parts = [p for x in classes for pair in x.pairs for p in pair.query]
+            is_each = all(p.leaf.heads in (1, len(sets)) for p in parts)
+            if not is_each or not all(y.query for x in classes for y in x.pairs):
+                continue
+            arrays = [x._replace(role=None) for x in self.arrays]
+            arrays.append(_Array(atom, 0))
+            scaled = _ScaledSide(parts, {y for x in classes for y in x.events[0]})
+            if self._second_uses([scaled], arrays, [route]):
+                continue
+            # Heads that share a temperature, as in XCiT, are one.
+            if 1 < len(sets) < heads.number:
+                for site in self.layer.sites:
+                    rows = [site.rows[members(m)].ravel() for m in sets]
+                    site.rows = np.array(rows)
+                self.layer.recorded = len(sets)
+                joint = (1 << len(sets)) - 1
+                classes = [
+                    x._replace(cells=x.cells._replace(heads=joint)) for x in classes
+                ]
+            return classes
         return None
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
@@ -369,9 +373,9 @@ class LayerReader:
         """
         is_key = product.is_key
         if not any(is_key):
-            made = [{f.parameter for f in self._factors(product, i)} for i in (0, 1)]
-            known = [bool(x & self.queries) for x in made]
-            is_key = [known[1 - i] and not known[i] for i in (0, 1)]
+            makers = [{f.parameter for f in self._factors(product, i)} for i in (0, 1)]
+            is_query = [bool(x & self.queries) for x in makers]
+            is_key = [is_query[1 - i] and not is_query[i] for i in (0, 1)]
         if not any(is_key):
             # Axes of one entry do not show what the softmax is over, nor do gathered
             # pairs, as for the edges of a graph. Query heads may share a key, so the
@@ -387,8 +391,8 @@ class LayerReader:
         """Returns what hides the axes of a product's softmax; empty if nothing does."""
         bit = self.softmaxes.facts.product(product.eqn)
         for atom in (exp.inputs()[-1] for exp in self.exps):
-            _, path = self.softmaxes.to_product(atom, atom.each(), bit)
-            for eqn in path.nonlinear:
+            _, route = self.softmaxes.to_product(atom, atom.each(), bit)
+            for eqn in route.nonlinear:
                 return (
                     f"{eqn.name} at {eqn.line} stands between the product and its "
                     "softmax, and hides which axis is that of keys"
@@ -408,16 +412,16 @@ class LayerReader:
 
         In a product of token and kernel, the kernel made the dimensions summed over.
         """
-        found: set[int] = set()
+        tokens: set[int] = set()
         for i, atom in enumerate(product.eqn.inputs()[:2]):
             fact = self.softmaxes.facts.of(atom)
-            found |= {
+            tokens |= {
                 f.parameter
                 for f in (self._factors(product, i) if fact.is_weight else ())
                 if not fact.is_pair
                 or (f.is_kernel and not any(map(is_varied, f.all_marks)))
             }
-        return found
+        return tokens
 
     def _by_region(
         self, product: Product, order: tuple[int, int], heads: HeadMap
@@ -450,10 +454,9 @@ class LayerReader:
         if n == 1 or n > LONGEST:
             return [None]
         marks = numbered(atom.rank, atom.lead + pair[i], n, exact=True)
-        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
-        found = self.softmaxes.scaling.of(atom, (marks, *trips), shows_all)
-        first = [f for s in found for f in (s.linear or s.factors)[:1]]
+        all_marks = marks, *atom.trips()
+        summands = self.softmaxes.scaling.of(atom, all_marks, shows_all)
+        first = [f for s in summands for f in (s.linear or s.factors)[:1]]
         rows = [bits_of(union(f.all_marks[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}
         for j, column in enumerate(np.stack(rows).T if rows else ()):

@@ -1,8 +1,8 @@
 """How marks go back through each primitive: which entries of its operands contribute.
 
 A rule covers every operand whose entries change a result, linearly or not; the kind of
-a primitive says in which operands it is linear. The table of primitives says which rule
-is whose.
+a primitive says in which operands it is linear. The table of primitives names the rule
+of each.
 """
 
 import itertools
@@ -65,10 +65,10 @@ MoveRule = Callable[[Op], Moves]
 
 def entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
-    own = range(len(op.ins))
+    operands = range(len(op.ins))
     if len(op.eqn.jaxpr_eqn.outvars) > 1:  # a result for each operand
-        own = [op.k]
-    return [(i, op.through(_same(op.ins[i], op.out))) for i in own]
+        operands = [op.k]
+    return [(i, op.through(_same(op.ins[i], op.out))) for i in operands]
 
 
 def select(op: Op) -> Moves:
@@ -87,11 +87,11 @@ def select(op: Op) -> Moves:
     return [(i, case(i)) for i in range(1, len(op.ins))]
 
 
-def _same(of: Shape, out: Shape) -> list[int | None]:
+def _same(shape: Shape, out: Shape) -> list[int | None]:
     """Returns the result's dimension for each of an operand; `None` if broadcast."""
-    if len(of) != len(out):
-        return [None] * len(of)
-    return [d if n == out[d] else None for d, n in enumerate(of)]
+    if len(shape) != len(out):
+        return [None] * len(shape)
+    return [d if n == out[d] else None for d, n in enumerate(shape)]
 
 
 def reshape(op: Op) -> Moves:
@@ -111,8 +111,8 @@ def transpose(op: Op) -> Moves:
 
 
 def broadcast(op: Op) -> Moves:
-    at = zip(op.ins[0], op.params["broadcast_dimensions"], strict=True)
-    return [(0, op.through([d if n == op.out[d] else None for n, d in at]))]
+    dims = zip(op.ins[0], op.params["broadcast_dimensions"], strict=True)
+    return [(0, op.through([d if n == op.out[d] else None for n, d in dims]))]
 
 
 def tile(op: Op) -> Moves:
@@ -127,9 +127,9 @@ def tile(op: Op) -> Moves:
 
 def reduce(op: Op) -> Moves:
     """Returns the moves of an operation that reduces its axes to one entry."""
-    left, axes = itertools.count(), op.eqn.axes
-    own = range(len(op.ins[0]))
-    return [(0, op.through([None if i in axes else next(left) for i in own]))]
+    out_dims, axes = itertools.count(), op.eqn.axes
+    dims = range(len(op.ins[0]))
+    return [(0, op.through([None if i in axes else next(out_dims) for i in dims]))]
 
 
 def mixing(op: Op) -> Moves:
@@ -170,9 +170,9 @@ def _unpooled(
     after = np.full((size, *before.shape[1:]), nothing(marks), marks.dtype)
     starts = np.arange(len(before)) * stride - padding[0]
     for i in range(window):
-        at, gap = np.divmod(starts + i * window_dilation, base_dilation)
-        inside = (gap == 0) & (at >= 0) & (at < size)  # not padding, nor a gap
-        after[at[inside]] = union_of(after[at[inside]], before[inside])
+        places, gap = np.divmod(starts + i * window_dilation, base_dilation)
+        inside = (gap == 0) & (places >= 0) & (places < size)  # not padding, nor a gap
+        after[places[inside]] = union_of(after[places[inside]], before[inside])
     return np.moveaxis(after, 0, axis)
 
 
@@ -258,7 +258,7 @@ def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
 
 def _devices(op: Op) -> list[int]:
     names = jaxprs.axes_of(op.eqn.jaxpr_eqn)
-    return [x.axis for x in op.eqn.frame.lead if x.of in names]
+    return [x.axis for x in op.eqn.frame.lead if x.name in names]
 
 
 def over_devices(op: Op) -> Moves:
@@ -313,5 +313,5 @@ def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
 
 
 def nowhere(op: Op) -> Moves:
-    """Returns no moves: it hides on which entries a result depends, or on none."""
+    """Returns no moves: a result depends on no entries, or nothing shows on which."""
     return []

@@ -16,14 +16,7 @@ import numpy as np
 from .fact import members, union
 from .graph import Atom
 from .heads_of_products import is_apart
-from .marks import (
-    distinct,
-    Marks,
-    numbered,
-    only_where,
-    union_but,
-    varied,
-)
+from .marks import distinct, Marks, numbered, only_where, union_but, varied
 from .numbers import Lead
 from .scaling import Factor, Sum, Summand
 
@@ -49,14 +42,14 @@ class Trips(NamedTuple):
         """Returns marks of an array, with a bit for every trip of the loops."""
         sizes = [x.size for x in self.loops]
         bits = numbered(1, 0, self.number, exact=True).reshape(sizes)
-        here = {x.of: x.axis for x in atom.frame.lead}
+        here = {x.name: x.axis for x in atom.frame.lead}
         # An array outside of a loop is the same in all its trips.
-        gone = tuple(i for i, x in enumerate(self.loops) if x.of not in here)
+        gone = tuple(i for i, x in enumerate(self.loops) if x.name not in here)
         bits = np.bitwise_or.reduce(bits, axis=gone) if gone else bits
         shape = [1] * atom.rank
         for x in self.loops:
-            if x.of in here:
-                shape[here[x.of]] = x.size
+            if x.name in here:
+                shape[here[x.name]] = x.size
         return bits.reshape(shape)
 
 
@@ -115,7 +108,7 @@ class Entries(NamedTuple):
     def rows(self, cells: Cells) -> Rows | None:
         """Returns the rows of a stack with one for each trip, or for several trips.
 
-        Returns `None` if the entries are no such stack: some rows are not used, some
+        Returns `None` if the entries are not such a stack: some rows are unused, some
         trips have no row, or their heads differ.
         """
         stack = varied(self.trips)
@@ -157,23 +150,23 @@ def is_partial(marks: Marks) -> bool:
     return bool(np.any(marks == 0))
 
 
-def agreed(every: Sequence[Rows], cells: Cells) -> np.ndarray | None:
-    """Returns the trips of each layer of a stack, `None` if leaves order them unlike.
+def agreed(leaf_rows: Sequence[Rows], cells: Cells) -> np.ndarray | None:
+    """Returns the trips of each layer of a stack, or `None` if leaves disagree.
 
     A leaf may lack the last axes of the stack, along which layers share it.
     """
     none = np.empty((), object)
     none[()] = cells.trips
-    deepest = max((x.trips for x in every), key=np.ndim, default=none)
-    for x in every:
+    deepest = max((x.trips for x in leaf_rows), key=np.ndim, default=none)
+    for x in leaf_rows:
         depth = x.trips.ndim
-        own = np.bitwise_or.reduce(deepest, axis=tuple(range(depth, deepest.ndim)))
-        if deepest.shape[:depth] != x.trips.shape or (own != x.trips).any():
+        trips = np.bitwise_or.reduce(deepest, axis=tuple(range(depth, deepest.ndim)))
+        if deepest.shape[:depth] != x.trips.shape or (trips != x.trips).any():
             return None
     return deepest
 
 
-def places(trips: np.ndarray) -> np.ndarray:
+def trip_numbers(trips: np.ndarray) -> np.ndarray:
     """Returns the numbers of the trips of each layer, along one more axis.
 
     A layer with fewer trips than others repeats one.
@@ -184,42 +177,42 @@ def places(trips: np.ndarray) -> np.ndarray:
     return np.array(whole).reshape((*trips.shape, most))
 
 
-def varied_loops(found: Sum, loops: Sequence[Lead]) -> list[Lead]:
+def varied_loops(summands: Sum, loops: Sequence[Lead]) -> list[Lead]:
     """Returns the loops whose trips have entries of parameters of their own.
 
-    The marks of factors are those of heads, then those of each loop.
+    A factor has marks of heads, then marks of each loop.
     """
-    factors = [f for s in found for f in s.factors]
+    factors = [f for s in summands for f in s.factors]
     trips = [union(distinct(numbered(1, 0, x.size))) for x in loops]
     return [
         loop
-        for i, (loop, every) in enumerate(zip(loops, trips, strict=True), 1)
-        if any(is_apart(f.all_marks[i], every) for f in factors)
+        for i, (loop, bits) in enumerate(zip(loops, trips, strict=True), 1)
+        if any(is_apart(f.all_marks[i], bits) for f in factors)
     ]
 
 
-def classes(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
-    """Returns the classes of cells in which the same summands are.
+def classes_of(sums: Sequence[Sum], trips: Trips, heads: int) -> list[Cells]:
+    """Returns the classes of cells that have the same summands.
 
-    The marks of factors are those of heads, then those of trips, if there are loops.
+    A factor has marks of heads, then marks of trips if there are loops.
     """
-    every = [_cells_of(s, trips, heads) for found in sums for s in found]
+    columns = [_cells_of(s, trips, heads) for summands in sums for s in summands]
     groups: dict[tuple[int, ...], int] = {}
-    for t, rows in enumerate(zip(*every, strict=True) if every else ()):
+    for t, rows in enumerate(zip(*columns, strict=True) if columns else ()):
         groups[rows] = groups.get(rows, 0) | 1 << t
-    found: dict[Any, int] = {}
-    for rows, own in groups.items():
+    trips_of: dict[Any, int] = {}
+    for rows, same_trips in groups.items():
         for part in _divided((1 << heads) - 1, rows):
             key = part, tuple(bool(row & part) for row in rows)
-            found[key] = found.get(key, 0) | own
-    return [Cells(own, part) for (part, _), own in found.items()] or [
+            trips_of[key] = trips_of.get(key, 0) | same_trips
+    return [Cells(same_trips, part) for (part, _), same_trips in trips_of.items()] or [
         Cells(trips.all, (1 << heads) - 1)
     ]
 
 
-def _divided(every: int, rows: Iterable[int]) -> Iterator[int]:
+def _divided(heads: int, rows: Iterable[int]) -> Iterator[int]:
     """Yields the parts into which sets divide all heads."""
-    parts = [every]
+    parts = [heads]
     for row in {*rows}:
         parts = [x for part in parts for x in (part & row, part & ~row) if x]
     return iter(parts)
@@ -231,26 +224,27 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
     A product is where all its factors are. After something nonlinear, such as a norm
     of kernels that are put together, it is where one of them is.
     """
-    rows = [(1 << heads) - 1] * trips.number
-    own = [_cells_of_factor(f, trips) for f in summand.linear or summand.factors]
+    rows = [_cells_of_factor(f, trips) for f in summand.linear or summand.factors]
+    if not rows:
+        return [(1 << heads) - 1] * trips.number
     if summand.linear:
-        return [functools.reduce(operator.and_, of) for of in zip(*own, strict=True)]
-    return [union(of) for of in zip(*own, strict=True)] if own else rows
+        return [functools.reduce(operator.and_, row) for row in zip(*rows, strict=True)]
+    return [union(row) for row in zip(*rows, strict=True)]
 
 
 def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:
     heads, *of_trips = factor.all_marks
     if not of_trips:
         return [union(distinct(heads))] * trips.number
-    pairs: dict[int, int] = {}
+    heads_of: dict[int, int] = {}
     if any(a > 1 < b for a, b in zip(heads.shape, of_trips[0].shape, strict=True)):
-        both = np.broadcast_arrays(of_trips[0], heads)
-        for own, head in {*zip(*(x.ravel().tolist() for x in both), strict=True)}:
-            pairs[own] = pairs.get(own, 0) | head
+        both = (x.ravel().tolist() for x in np.broadcast_arrays(of_trips[0], heads))
+        for trip_mark, head_mark in {*zip(*both, strict=True)}:
+            heads_of[trip_mark] = heads_of.get(trip_mark, 0) | head_mark
     else:
-        pairs = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))
+        heads_of = dict.fromkeys(distinct(of_trips[0]), union(distinct(heads)))
     rows = [0] * trips.number
-    for own, head in pairs.items():
-        for t in members(own) if head else ():
-            rows[t] |= head
+    for trip_mark, head_mark in heads_of.items():
+        for t in members(trip_mark) if head_mark else ():
+            rows[t] |= head_mark
     return rows

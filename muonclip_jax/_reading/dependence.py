@@ -8,11 +8,10 @@ parameters, but query and key may share a fused kernel, so marks go back to entr
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from .fact import Fact, members
-from .facts import Facts
+from .facts import Facts, is_inexact
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
 from .marks import Marks
 from .primitives import Kind, moves
@@ -40,59 +39,58 @@ class Dependence:
     ) -> Iterator[Dependency]:
         """Yields an array's uses of parameters that meet activations at some events.
 
-        The output of earlier attention is the input of a layer. `is_side` says that
-        the array is a query or a key: if attention makes it without a kernel, as where
-        retrieved patterns are queries again, the logits of both are one layer's.
+        The search ends at the output of earlier attention, the input of a layer. It
+        goes on if `is_side` (the array is a query or a key) and attention alone made
+        the array, as where retrieved patterns are queries again: both are one layer.
         """
         graph, facts = self._graph, self._facts
-        met: list[tuple[Atom, AllMarks, int, str]] = []
+        meetings: list[tuple[Atom, AllMarks, int, str]] = []
         lost: list[tuple[Eqn, str]] = []
 
         def ahead(origin: Origin, carried: Any) -> list[tuple[int, Any]]:
             if (eqn := origin.eqn) is None:
                 return []
-            line, is_apart = carried
-            is_apart |= eqn.is_product and facts.weight_of(eqn) is not None
+            line, stops = carried
+            # Behind a kernel the search stops at earlier attention.
+            stops |= eqn.is_product and facts.weight_of(eqn) is not None
             inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
-            if not back and jnp.issubdtype(
-                eqn.output(origin.k).var.aval.dtype, jnp.inexact
-            ):
+            if not back and is_inexact(eqn.output(origin.k)):
                 lost.append((eqn, line or eqn.line))
-            weights, after = [], []
+            weights, activations = [], []
             for i, fact in enumerate(facts.inputs(eqn)):
-                if i not in back or (is_apart and self._is_of_attention(eqn, fact)):
+                if i not in back or (stops and self._is_of_attention(eqn, fact)):
                     continue
                 if fact.is_weight and fact.leaves & parameters:
                     weights.append(i)
                 elif not fact.is_weight and fact.events & events:
-                    after.append(i)
-            if len(weights) + len(after) > 1 or not after:
+                    activations.append(i)
+            if len(weights) + len(activations) > 1 or not activations:
                 line = line or eqn.line
             for i in weights:
-                own = tuple(map(back[i], origin.all_marks))
-                met.append((inputs[i], own, facts.event(eqn), line))
-            return [(i, (line, is_apart)) for i in after]
+                all_marks = tuple(map(back[i], origin.all_marks))
+                meetings.append((inputs[i], all_marks, facts.event(eqn), line))
+            return [(i, (line, stops)) for i in activations]
 
         if facts.of(atom).is_weight:
-            met.append((atom, atom.whole, 0, ""))
+            meetings.append((atom, atom.whole, 0, ""))
         else:
             graph.back(atom, atom.whole, ahead, ("", not is_side))
-        for weight, all_marks, event, line in met:
+        for weight, all_marks, event, line in meetings:
             if event & events or not event:
                 for parameter, marks in self._entries(weight, all_marks):
                     yield Dependency(parameter, marks, event, line)
         for eqn, line in lost:  # it has no rule, so it may depend on any entry
-            own = facts.of(eqn.output()).events & events
+            upstream = facts.of(eqn.output()).events & events
             for parameter in members(parameters):
-                if event := own & facts.meetings(parameter):
+                if event := upstream & facts.meetings(parameter):
                     yield Dependency(parameter, np.ones((), int), event, line)
 
-    def _entries(self, weight: Atom, all_marks: AllMarks) -> list[tuple[int, Marks]]:
-        origins = self._graph.walk(weight, all_marks)
-        found = ((x.parameter, x.all_marks[0]) for x in origins)
-        return [(number, marks) for number, marks in found if number is not None]
+    def _entries(self, weight: Atom, marks: AllMarks) -> Iterator[tuple[int, Marks]]:
+        for origin in self._graph.walk(weight, marks):
+            if origin.parameter is not None:
+                yield origin.parameter, origin.all_marks[0]
 
     def _is_of_attention(self, eqn: Eqn, fact: Fact) -> bool:
-        seen = fact.weights | fact.mixed | fact.sums | fact.shares
+        seen = fact.weights | fact.mixed | fact.sums | fact.normalized
         seen |= fact.products if eqn.kind is Kind.EXTREME else 0
         return bool(seen & self._attention)

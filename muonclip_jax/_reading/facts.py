@@ -29,7 +29,7 @@ class Facts(Forward[Fact]):
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self._modulated: dict[Eqn, tuple[int, list[Modulated]]] = {}
-        self.own = 0  # events in which a weight is applied to compute its own norm
+        self.norm_events = 0  # in which a weight is applied to compute its own norm
         self.choosing = 0  # parameters in indices, comparisons and other steps
         self.sloped = 0  # parameters that receive a gradient through slopes
         self.has_slopes = False  # whether any value is of a backward pass
@@ -47,14 +47,14 @@ class Facts(Forward[Fact]):
         return DATA if fact.is_slope else fact
 
     def inputs(self, eqn: Eqn) -> list[Fact]:
-        found = super().inputs(eqn)
+        facts = super().inputs(eqn)
         if self.has_slopes and not eqn.is_slope:
-            return [*map(seen, found)]
-        return found
+            return [*map(seen, facts)]
+        return facts
 
     def _unused(self) -> list[Fact]:
-        """Returns the facts of values that a loss does not use, but differentiates."""
-        found: list[Fact] = []
+        """Returns the facts of results that are differentiated, but not used."""
+        facts: list[Fact] = []
         frames = [self.graph.top]
         for frame in frames:
             frames += (inner for eqn in frame.live for inner in eqn.inside)
@@ -63,9 +63,9 @@ class Facts(Forward[Fact]):
                 continue
             used = {id(x.var) for eqn in frame.live for x in eqn.inputs()}
             used |= {id(x.var) for x in frame.outputs}
-            made = (x for eqn in eqns for x in eqn.outputs() if id(x.var) not in used)
-            found += [self.of(x) for x in made if self.of(x).leaves]
-        return found
+            unused = (x for eqn in eqns for x in eqn.outputs() if id(x.var) not in used)
+            facts += [self.of(x) for x in unused if self.of(x).leaves]
+        return facts
 
     def event(self, eqn: Eqn) -> int:
         """Returns the bit of an event; 0 for other equations."""
@@ -77,25 +77,26 @@ class Facts(Forward[Fact]):
 
     @functools.cached_property
     def _meetings(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+        meetings: dict[int, int] = {}
         for eqn, event in self._events.items():
             for parameter in members(
                 union(x.leaves for x in self.inputs(eqn) if x.is_weight)
             ):
-                found[parameter] = found.get(parameter, 0) | event
-        return found
+                meetings[parameter] = meetings.get(parameter, 0) | event
+        return meetings
 
     def upstream(self, event: int) -> int:
         """Returns the events that the operands of an event depend on."""
-        return self.of(self._at[event].output()).events & ~event if event else 0
+        return self.of(self._eqns[event].output()).events & ~event if event else 0
 
     @functools.cached_property
-    def _at(self) -> dict[int, Eqn]:
+    def _eqns(self) -> dict[int, Eqn]:
         return {event: eqn for eqn, event in self._events.items()}
 
     def kernels_of(self, event: int) -> int:
         """Returns the parameters in the weights of an event, given by its number."""
-        return union(x.leaves for x in self.inputs(self._at[1 << event]) if x.is_weight)
+        facts = self.inputs(self._eqns[1 << event])
+        return union(x.leaves for x in facts if x.is_weight)
 
     def product(self, eqn: Eqn) -> int:
         """Returns the bit of a product; 0 for other equations."""
@@ -133,9 +134,11 @@ class Facts(Forward[Fact]):
         if eqn.kind in (Kind.STEP, Kind.STOPPED) or not is_inexact(atom):
             self.choosing |= value.unstopped
             value = value._replace(trained=0)
-        elif eqn.kind is Kind.ORDER:  # what is sorted by keys has no gradient for them
-            by = self.inputs(eqn)[eqn.outputs().index(atom)]
-            value = value._replace(trained=by.trained)
+        elif (
+            eqn.kind is Kind.ORDER
+        ):  # keys get no gradient from operands that are sorted by them
+            operand = self.inputs(eqn)[eqn.outputs().index(atom)]
+            value = value._replace(trained=operand.trained)
         if value.is_deep and eqn.is_slope:
             self.has_slopes = True
             self.sloped |= value.trained
@@ -193,7 +196,7 @@ class Facts(Forward[Fact]):
             case Kind.QUOTIENT:
                 a, b = inputs
                 out = with_logits_of(a, out)
-                return out._replace(shares=a.shares | a.weights & b.sums)
+                return out._replace(normalized=a.normalized | a.weights & b.sums)
             case Kind.EXPONENTIAL:
                 return out._replace(weights=out.weights | inputs[-1].products)
             case Kind.LOGARITHM:  # as in softplus, which is no exponential
@@ -253,7 +256,7 @@ class Facts(Forward[Fact]):
         if not (a.leaves and b.leaves):
             # A matrix that is no parameter, such as ones, sums or mixes exponentials.
             weights, other = a.weights | b.weights, eqn.to[1 if a.leaves else 0]
-            sums = a.unshared | b.unshared if eqn.contracted else 0
+            sums = a.unnormalized | b.unnormalized if eqn.contracted else 0
             is_matrix = any(d not in eqn.shared for d in other if d is not None)
             mixed = weights if is_matrix else 0
             out = out._replace(sums=sums and sums | out.products, mixed=mixed)
@@ -265,24 +268,24 @@ class Facts(Forward[Fact]):
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             _, kernels = self.modulated(eqn)
             if kernels:
-                # As without the activations that scale the kernel.
+                # The same as without the activations that scale the kernel.
                 leaves = union(self.of(x.atom).leaves for x in kernels)
-                return out._replace(ends=self.event(eqn), kernels=leaves)
-            return out._replace(kernels=-1, ends=0) if is_sum else out
+                return out._replace(writers=self.event(eqn), kernels=leaves)
+            return out._replace(kernels=-1, writers=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
         if other.is_onehot:  # a lookup, which does not count as a layer
-            return out._replace(ends=0, kernels=0)
-        return out._replace(ends=self.event(eqn), kernels=weight.leaves)
+            return out._replace(writers=0, kernels=0)
+        return out._replace(writers=self.event(eqn), kernels=weight.leaves)
 
     def _picked(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
-        of, past = inputs[0], union(x.past for x in inputs)
+        table, past = inputs[0], union(x.past for x in inputs)
         if eqn.name == "dynamic_slice" or not _is_row(eqn):
-            return of._replace(past=past)
+            return table._replace(past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
-        return self._register_event(eqn, of)._replace(is_deep=True, is_spread=False)
+        return self._register_event(eqn, table)._replace(is_deep=True, is_spread=False)
 
     def _is_shift(self, eqn: Eqn, inputs: list[Fact]) -> bool:
         """Whether data is added to a weight, or multiplied with each of its entries.
@@ -295,7 +298,7 @@ class Facts(Forward[Fact]):
         return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, eqn: Eqn, inputs: list[Fact]) -> bool:
-        """Whether the operands that are no weights repeat over many entries."""
+        """Whether each operand that is no weight repeats one entry."""
         deep = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 
@@ -317,12 +320,12 @@ class Facts(Forward[Fact]):
             # After a sum it is a product of query and key, written out.
             out = out._replace(pairs=out.pairs | self.new_product(eqn))
         # A partial sum is rescaled before the next part is added.
-        shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
-        shares |= out.shares
-        return out._replace(shares=shares)
+        normalized = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
+        normalized |= out.normalized
+        return out._replace(normalized=normalized)
 
     def _sum(self, eqn: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-        """Returns the fact of a sum; a residual sum resets `ends`.
+        """Returns the fact of a sum; a residual sum resets `writers`.
 
         In a residual sum one summand depends on the other; the later one's layers write
         the output.
@@ -339,35 +342,35 @@ class Facts(Forward[Fact]):
             # Differences of all pairs: the sum of their squares contains a product.
             out = out._replace(pairs=out.pairs | self.new_product(eqn))
         # A sum of exponentials, computed piece by piece or trip by trip.
-        one, other = (x.alone for x in deep)
+        one, other = (x.lone_exponentials for x in deep)
         if is_sum and one and other:
             out = out._replace(sums=out.sums | one | other)
-        a, b = (x.ends for x in deep)
+        a, b = (x.writers for x in deep)
         # If no layer wrote a summand, all events before it count as its writers.
         is_after = self.before(a) & (b or deep[1].past)
         is_before = self.before(b) & (a or deep[0].past)
         if a == b or not (is_after or is_before):
             return out
-        first = eqn.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
-        own = (b, a)[bool(is_after)]
+        earlier = eqn.inputs()[inputs.index(deep[bool(is_after)])]
+        writers = (b, a)[bool(is_after)]
         # The norm in a distance is one number for all outputs, possibly after a
         # parameter was added to it. Then no layer made the earlier summand.
         graph = self.graph
-        made = [x for x in graph.made_by(first) if x.kind is Kind.SUM]
-        parts = [x for of in made for x in of.inputs() if self.of(x).is_deep] or [first]
+        sums = [x for x in graph.made_by(earlier) if x.kind is Kind.SUM]
+        parts = [x for y in sums for x in y.inputs() if self.of(x).is_deep] or [earlier]
         is_one = (
             x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x)
             for x in parts
         )
-        return out._replace(ends=own if all(is_one) else 0)
+        return out._replace(writers=writers if all(is_one) else 0)
 
     def _total(self, eqn: Eqn, out: Fact) -> Fact:
         """Returns the fact of a sum along dimensions."""
         is_whole = len(eqn.output().shape) < len(eqn.inputs()[0].shape)
         if is_whole and out.pairs and not out.weights:
             out = out._replace(products=out.pairs, pairs=0)
-        sums = out.sums | out.unshared
-        return out._replace(sums=sums, weights=out.weights & out.shares)
+        sums = out.sums | out.unnormalized
+        return out._replace(sums=sums, weights=out.weights & out.normalized)
 
     def _mixed(self, eqn: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of several values that are combined entry by entry."""
@@ -389,8 +392,8 @@ class Facts(Forward[Fact]):
             # A weight divided by its norm, computed with a vector from the arguments:
             # products in the norm are no uses of it. An activation that is scaled by
             # numbers computed from its weight, as for eight bits, is a use.
-            self.own |= union(x.events for x in deep)
-            return out._replace(is_deep=False, has_data=True, events=0, ends=0)
+            self.norm_events |= union(x.events for x in deep)
+            return out._replace(is_deep=False, has_data=True, events=0, writers=0)
         return self._register_event(eqn, out) if weights else out
 
 
@@ -420,13 +423,13 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def is_choice(eqn: Eqn, atom: Atom) -> bool:
-    """Whether a value is a mask or an index, which decides what is taken.
+    """Whether a value is a mask or an index, which selects entries.
 
     Other integers may be logits, as 8-bit products are.
     """
-    dtype = atom.var.aval.dtype
     is_order = eqn.kind in (Kind.ORDER, Kind.WINNER)
-    return dtype == jnp.bool_ or (is_order and not jnp.issubdtype(dtype, jnp.inexact))
+    is_index = is_order and not is_inexact(atom)
+    return is_index or atom.var.aval.dtype == jnp.bool_
 
 
 def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
@@ -434,13 +437,13 @@ def _is_straight_through(facts: Facts, eqn: Eqn) -> bool:
 
     def makers(atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array, past any `stop_gradient`."""
-        made = facts.graph.made_by(atom)
-        is_stopped = [x.kind for x in made] == [Kind.STOPPED]
-        return makers(made[0].inputs()[0]) if is_stopped else made
+        eqns = facts.graph.made_by(atom)
+        is_stopped = [x.kind for x in eqns] == [Kind.STOPPED]
+        return makers(eqns[0].inputs()[0]) if is_stopped else eqns
 
     for x, y in (eqn.inputs(), eqn.inputs()[::-1]):
-        for of in makers(y):
-            rows, *less = of.inputs() if of.kind is Kind.DIFFERENCE else [y]
+        for maker in makers(y):
+            rows, *less = maker.inputs() if maker.kind is Kind.DIFFERENCE else [y]
             if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
                 return True
     return False

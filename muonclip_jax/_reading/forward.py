@@ -71,14 +71,14 @@ class Forward(abc.ABC, Generic[T]):
 
         The iteration ends because values only grow.
         """
-        own = [self.value(x.atom) for x in inner.outer]
+        values = [self.value(x.atom) for x in inner.outer]
         while True:
-            begin = list(own)
+            begin = list(values)
             for i in inner.carried:
-                begin[i] = self.begun(own[i])
-            outs, after = self.run(inner, begin), list(own)
+                begin[i] = self.begun(values[i])
+            outs, after = self.run(inner, begin), list(values)
             for k, i in enumerate(inner.carried):
-                after[i] = outs[k] = self.either([own[i], outs[k]])
-            if after == own:
+                after[i] = outs[k] = self.either([values[i], outs[k]])
+            if after == values:
                 return outs
-            own = after
+            values = after

@@ -79,6 +79,15 @@ class Atom:
         return self.numbered(range(len(self.shape)))
 
     @property
+    def loops(self) -> list[Lead]:
+        """The loops around it that have several trips."""
+        return [x for x in self.frame.lead if x.is_loop and x.size > 1]
+
+    def trips(self) -> AllMarks:
+        """Returns marks for each of these loops, with a different one in each trip."""
+        return tuple(numbered(self.rank, x.axis, x.size) for x in self.loops)
+
+    @property
     def is_zero(self) -> bool:
         return isinstance(self.var, Literal) and not self.shape and self.var.val == 0
 
@@ -103,7 +112,7 @@ class Eqn:
         self.known_moves: dict[int, Moves] = {}  # see `moves`
         # Whether this is of the backward pass of a derivative, as forces are. There
         # kernels are applied to cotangents, from their outputs to their inputs. The
-        # part of the network that `jax.checkpoint` computes again is none of it.
+        # part of the network that `jax.checkpoint` computes again is not in it.
         self.is_slope = jaxprs.is_transposed(self.jaxpr_eqn)
         if frame.caller is not None and frame.caller.is_slope:
             self.is_slope |= not jaxprs.is_recomputed(self.jaxpr_eqn)
@@ -200,9 +209,9 @@ class Frame:
         self.consts = dict(zip(self.jaxpr.constvars, body.consts, strict=True))
         self._atoms: dict[int, Atom] = {}
         self.inputs = [self.atom(var) for var in self.jaxpr.invars]
-        self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
+        self.position = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
-        self.made = {
+        self.definitions = {
             var: (eqn, k)
             for eqn in self.live
             for k, var in enumerate(eqn.jaxpr_eqn.outvars)
@@ -211,9 +220,9 @@ class Frame:
 
     def atom(self, var: Any) -> Atom:
         # By identity, since literals have no hash.
-        if (found := self._atoms.get(id(var))) is None:
-            found = self._atoms[id(var)] = Atom(self, var)
-        return found
+        if (atom := self._atoms.get(id(var))) is None:
+            atom = self._atoms[id(var)] = Atom(self, var)
+        return atom
 
     def equations(self) -> Iterator[Eqn]:
         """Iterates over all live equations; inner frames follow their caller."""
@@ -231,8 +240,8 @@ def _frames_in(eqn: Eqn) -> Iterator[Frame]:
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
         size = _most_trips(loop) if loop.trips is None else loop.trips
-        own = (*lead, Lead(len(lead), eqn.address, size))
-        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), own)
+        inner_lead = (*lead, Lead(len(lead), eqn.address, size))
+        yield Frame(loop.body, eqn, "loop", map(Outer, inputs, how), inner_lead)
     elif eqn.name == "cond":
         for i, body in enumerate(jaxprs.branches(jaxpr_eqn)):
             yield Frame(body, eqn, "call", map(Outer, inputs[1:]), lead, i)
@@ -243,8 +252,8 @@ def _frames_in(eqn: Eqn) -> Iterator[Frame]:
         if eqn.name == "shard_map":
             sizes = jaxpr_eqn.params["mesh"].shape
             axes = enumerate(jaxprs.manual_in(jaxpr_eqn), len(lead))
-            own = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
-            yield Frame(body, eqn, "mesh", outer, own)
+            inner_lead = (*lead, *(Lead(i, name, sizes[name]) for i, name in axes))
+            yield Frame(body, eqn, "mesh", outer, inner_lead)
         else:
             yield Frame(body, eqn, "call", outer, lead)
 
@@ -302,10 +311,10 @@ class Graph:
             return
         if isinstance(var, Literal) or var in frame.consts:
             yield Origin(all_marks, seen, atom=atom)
-        elif var in frame.place:
+        elif var in frame.position:
             yield from self._outside(atom, all_marks, seen)
         else:
-            eqn, k = frame.made[var]
+            eqn, k = frame.definitions[var]
             if not eqn.inside:
                 yield Origin(all_marks, seen, eqn, k)
             for inner in eqn.inside:
@@ -319,23 +328,23 @@ class Graph:
         At each origin `ahead(origin, carried)` returns the operands to follow and what
         to carry to each. No recursion: a residual stream goes through all layers.
         """
-        known: set[Any] = set()
-        places = [(atom, all_marks, frozenset(), carried)] if all_marks else []
-        while places:
-            atom, all_marks, seen, carried = places.pop()
+        visited: set[Any] = set()
+        pending = [(atom, all_marks, frozenset(), carried)] if all_marks else []
+        while pending:
+            atom, all_marks, seen, carried = pending.pop()
             for origin in self.origins(atom, all_marks, seen):
                 if (eqn := origin.eqn) is None:
                     ahead(origin, carried)
                     continue
                 key = eqn, origin.k, *map(key_of, origin.all_marks)
-                if key in known:
+                if key in visited:
                     continue
-                known.add(key)
-                by = dict(ahead(origin, carried))
-                for i, move in moves(eqn, origin.k) if by else ():
-                    if i in by:
-                        own = tuple(map(move, origin.all_marks))
-                        places.append((eqn.inputs()[i], own, origin.seen, by[i]))
+                visited.add(key)
+                followed = dict(ahead(origin, carried))
+                for i, move in moves(eqn, origin.k) if followed else ():
+                    if i in followed:
+                        operand = eqn.inputs()[i], tuple(map(move, origin.all_marks))
+                        pending.append((*operand, origin.seen, followed[i]))
 
     def walk(
         self,
@@ -348,38 +357,38 @@ class Graph:
         `follow(eqn, k)` returns the operands to follow from an equation's `k`-th
         result; without it all are followed.
         """
-        found: list[Origin] = []
+        origins: list[Origin] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            found.append(origin)
+            origins.append(origin)
             if (eqn := origin.eqn) is None:
                 return []
-            own = follow(eqn, origin.k) if follow else range(len(eqn.inputs()))
-            return [(i, None) for i in own]
+            operands = follow(eqn, origin.k) if follow else range(len(eqn.inputs()))
+            return [(i, None) for i in operands]
 
         self.back(atom, all_marks, ahead)
-        return found
+        return origins
 
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""
         if atom in self._copied:
             return self._copied[atom]
         dims = range(len(atom.shape))
-        own = {d for d, n in enumerate(atom.shape) if n == 1}
+        not_copied = {d for d, n in enumerate(atom.shape) if n == 1}
 
         def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
             eqn, back = origin.eqn, []
             if eqn and depth < 9 and eqn.kind not in _NO_COPIES:
                 back = moves(eqn, origin.k)
             # A dimension that cannot be followed to its end does not count as a copy:
-            # callers rely on copies, so these must be certain. Nor does what a gather
-            # picks: each index has entries of its own.
+            # callers rely on copies, so these must be certain. Neither does a dimension
+            # of a gather's result: each index picks other entries.
             if not back or (eqn and eqn.name == "gather"):
-                own.update(d for d in dims if is_varied(origin.all_marks[d]))
+                not_copied.update(d for d in dims if is_varied(origin.all_marks[d]))
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
-        self._copied[atom] = {*dims} - own
+        self._copied[atom] = {*dims} - not_copied
         return self._copied[atom]
 
     def made_by(self, atom: Atom) -> list[Eqn]:
@@ -395,27 +404,27 @@ class Graph:
         if k >= len(inner.outputs):  # a result that the kernel's example does not have
             yield Origin(all_marks, seen, eqn, k)
             return
-        lead, own = len(eqn.frame.lead), all_marks
+        lead, inner_marks = len(eqn.frame.lead), all_marks
         if eqn.name == "cond" and (chosen := eqn.inputs()[0].value) is not None:
             # Each branch runs in the trips that choose it.
             is_run = chosen == inner.branch
-            own = tuple(
+            inner_marks = tuple(
                 only_where(x, is_run.reshape((*is_run.shape, *[1] * (x.ndim - lead))))
                 for x in all_marks
             )
         is_carry = k < len(inner.carried)
         if is_carry:
-            own = tuple(np.expand_dims(x, lead) for x in all_marks)
+            inner_marks = tuple(np.expand_dims(x, lead) for x in all_marks)
         elif inner.kind == "mesh":
-            own = tuple(_onto_devices(x, inner, k) for x in all_marks)
-        yield from self.origins(inner.outputs[k], own, seen)
+            inner_marks = tuple(_onto_devices(x, inner, k) for x in all_marks)
+        yield from self.origins(inner.outputs[k], inner_marks, seen)
         if is_carry:  # a loop without trips returns its initial carry
             start = inner.outer[inner.carried[k]].atom
             yield from self.origins(start, all_marks, seen)
 
     def _outside(self, atom: Atom, all_marks: AllMarks, seen: Seen) -> Iterator[Origin]:
         """Returns the origins of a frame's input, outside of the frame."""
-        frame, i = atom.frame, atom.frame.place[atom.var]
+        frame, i = atom.frame, atom.frame.position[atom.var]
         if frame.caller is None:
             is_one = i in self.parameters
             yield Origin(all_marks, seen, parameter=i if is_one else None, atom=atom)
@@ -433,9 +442,9 @@ class Graph:
             key = atom, *map(key_of, all_marks)
             if key in seen:
                 return
-            made = frame.outputs[frame.carried.index(i)]
-            before = tuple(np.expand_dims(x, lead) for x in all_marks)
-            yield from self.origins(made, before, seen | {key})
+            result = frame.outputs[frame.carried.index(i)]
+            trip_marks = tuple(np.expand_dims(x, lead) for x in all_marks)
+            yield from self.origins(result, trip_marks, seen | {key})
         yield from self.origins(outer, all_marks, seen)
 
 
@@ -443,50 +452,51 @@ class Graph:
 
 
 def _onto_devices(marks: Marks, inner: Frame, k: int) -> Marks:
-    """Returns the marks of each device's block, from that of `shard_map`'s result."""
+    """Returns the marks of each device's block, from the marks of the whole result."""
     eqn = inner.caller.jaxpr_eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
-    sizes = {x.of: x.size for x in inner.lead[lead:]}
+    sizes = {x.name: x.size for x in inner.lead[lead:]}
     cuts = jaxprs.mesh_cuts(eqn, "out", k)
-    view, at, rest = list(marks.shape[:lead]), {}, []
+    shape, axis_of, rest = list(marks.shape[:lead]), {}, []
     for d, n in enumerate(shape_of(eqn.outvars[k])):
         size = marks.shape[lead + d]
         if d in cuts and size > 1:
             for name in cuts[d]:
-                at[name] = len(view)
-                view.append(sizes[name])
+                axis_of[name] = len(shape)
+                shape.append(sizes[name])
             size = n // math.prod(sizes[name] for name in cuts[d])
-        rest.append(len(view))
-        view.append(size)
+        rest.append(len(shape))
+        shape.append(size)
     for name in sizes:
-        if name not in at:
-            at[name] = len(view)
-            view.append(1)
-    order = [*range(lead), *(at[name] for name in sizes), *rest]
-    return small(marks.reshape(view).transpose(order))
+        if name not in axis_of:
+            axis_of[name] = len(shape)
+            shape.append(1)
+    order = [*range(lead), *(axis_of[name] for name in sizes), *rest]
+    return small(marks.reshape(shape).transpose(order))
 
 
 def _off_devices(marks: Marks, frame: Frame, i: int) -> Marks:
     """Returns the marks of a whole input, from the marks of each device's block."""
     lead = frame.outer[i].atom.lead
-    devices = {x.of: x for x in frame.lead[lead:]}
+    devices = {x.name: x for x in frame.lead[lead:]}
     cuts = jaxprs.mesh_cuts(frame.caller.jaxpr_eqn, "in", i)  # type: ignore
     named = {name for names in cuts.values() for name in names}
-    marks = union_along(marks, [x.axis for of, x in devices.items() if of not in named])
-    order, view = list(range(lead)), list(marks.shape[:lead])
+    others = [x.axis for name, x in devices.items() if name not in named]
+    marks = union_along(marks, others)
+    order, shape = list(range(lead)), list(marks.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
-        own = [devices[name] for name in cuts.get(d, ())]
+        leads = [devices[name] for name in cuts.get(d, ())]
         axis = len(frame.lead) + d
-        axes = [*(x.axis for x in own), axis]
+        axes = [*(x.axis for x in leads), axis]
         if n == 1 and marks.shape[axis] == 2:  # see `dimensions`
-            blocks = math.prod(x.size for x in own)
+            blocks = math.prod(x.size for x in leads)
             marks = np.take(marks, np.arange(blocks) % 2, axis)
-            axes = [*(x.axis for x in own if marks.shape[x.axis] == 1), axis]
-        elif own and any(marks.shape[a] > 1 for a in axes):
-            for x in own:
+            axes = [*(x.axis for x in leads if marks.shape[x.axis] == 1), axis]
+        elif leads and any(marks.shape[a] > 1 for a in axes):
+            for x in leads:
                 marks = full(marks, x.axis, x.size)
             marks = full(marks, axis, n)
         order += axes
-        view.append(math.prod(marks.shape[a] for a in axes))
+        shape.append(math.prod(marks.shape[a] for a in axes))
     order += [a for a in range(marks.ndim) if a not in order]
-    return small(marks.transpose(order).reshape(view))
+    return small(marks.transpose(order).reshape(shape))

@@ -54,10 +54,10 @@ def head_ids(marks: Marks, heads: int) -> tuple[np.ndarray, int] | None:
 
 
 def is_apart(marks: Marks, covered: int) -> bool:
-    """Whether entries of a parameter are for some marks only, and others for the rest.
+    """Whether entries of a parameter differ in their marks, or lack some marks.
 
-    `covered` are the marks of all parameters. Where no parameter has entries, as in
-    padding, there is no other head.
+    `covered` are the marks of all parameters. Padding has entries of no parameter, so
+    its marks are no other head.
     """
     return is_varied(marks) or union(distinct(marks)) not in (0, covered)
 
@@ -74,12 +74,12 @@ class Refused(Exception):
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
     """Returns the heads of a product whose query is operand `order[0]`.
 
-    Along heads, a side has different entries of parameters. Devices may be heads, if
-    each has some of them, and so may the trips of a loop. A kernel has its heads along
-    its outputs. All summands, such as biases, adapters and a second stream of tokens,
-    agree about heads. A table of positions, before a kernel or added to its output,
-    distinguishes positions instead. Learned tokens without a kernel do the same; the
-    other side does not have their positions.
+    Different entries of a parameter make different heads of a side. Devices may be
+    heads, if each has some of them, and so may the trips of a loop. A kernel has its
+    heads along its outputs. All summands, such as biases, adapters and a second stream
+    of tokens, agree about heads. A table of positions, before a kernel or added to its
+    output, distinguishes positions, not heads. Learned tokens without a kernel do so,
+    too; the other side does not have their positions.
     """
     over = [d for d, _ in product.over] if product.eqn.kind is Kind.PRODUCT else []
     gone = product.keys | {product.lead + d for d in over}
@@ -111,11 +111,11 @@ def _axes_of(
         for i in order if not chosen else ():
             makers = [*_makers(scaling, product, i, all_marks, stops)]
             covered = [_covered(makers, j) for j in range(len(sizes))]
-            either = {*sizes} - product.free[i] - loops
-            found = [(f, _along(sizes, loops, either, covered, f)) for f in makers]
-            of_kernels = [axes for f, axes in found if f.is_kernel]
-            known = of_kernels or [axes - product.free[i] for _, axes in found]
-            chosen |= set.intersection(*known) if known else set()
+            shared = {*sizes} - product.free[i] - loops
+            by_factor = [(f, _along(sizes, loops, shared, covered, f)) for f in makers]
+            of_kernels = [axes for f, axes in by_factor if f.is_kernel]
+            sets = of_kernels or [axes - product.free[i] for _, axes in by_factor]
+            chosen |= set.intersection(*sets) if sets else set()
     return sorted(chosen)
 
 
@@ -134,8 +134,8 @@ def _classes(
             makers = [*_makers(scaling, product, i, (marks,), stops)]
             for f in makers:
                 if is_apart(f.all_marks[0], _covered(makers, 0)):
-                    of = sorted(distinct(f.all_marks[0]))
-                    signs += [bits_of(mark, count) for mark in of]
+                    masks = sorted(distinct(f.all_marks[0]))
+                    signs += [bits_of(mark, count) for mark in masks]
     if not signs:
         return [0] * count
     columns = map(bytes, np.stack(signs).T.astype(np.uint8))
@@ -148,14 +148,11 @@ def _makers(
 ) -> Iterator[Factor]:
     """Yields for each summand of an operand the factor that shows where heads are.
 
-    This is the last kernel, preferably one that made what the product sums over, and
+    This is the last kernel, preferably one that made the dimensions summed over, and
     has heads: windows of a pooling have none. With `stops` the search ends at a kernel
-    that made what the product sums over.
+    that made these dimensions.
     """
     atom, over = product.operand(i), product.over_of(i)
-    loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-    # Summands of different trips are no long sum.
-    trips = (numbered(atom.rank, x.axis, x.size) for x in loops)
     of_over = slice(len(all_marks), len(all_marks) + len(over))
 
     def is_near(marks: AllMarks) -> bool:
@@ -164,47 +161,47 @@ def _makers(
     def is_last(kernel: AllMarks, _: AllMarks) -> bool:
         return not over or is_near(kernel)
 
-    own = *(product.side(i, x) for x in all_marks), *over, *trips
-    for s in scaling.of(atom, own, is_last if stops else never, deepest=1):
+    # With marks of trips, summands of different trips are no long sum.
+    operand_marks = *(product.side(i, x) for x in all_marks), *over, *atom.trips()
+    for s in scaling.of(atom, operand_marks, is_last if stops else never, deepest=1):
         kernels = [f for f in s.factors if f.is_kernel]
-        made = [f for f in kernels if is_near(f.all_marks)]
-        near = [f for f in s.factors if is_near(f.all_marks)] if made else []
+        near_kernels = [f for f in kernels if is_near(f.all_marks)]
+        near = [f for f in s.factors if is_near(f.all_marks)] if near_kernels else []
         apart = [f for f in near if any(map(is_varied, f.all_marks[: of_over.start]))]
         apart.sort(key=lambda f: not f.is_kernel)  # a kernel before its bias
-        yield from (apart or made or kernels or s.factors)[:1]
+        yield from (apart or near_kernels or kernels or s.factors)[:1]
 
 
 def _along(
     axes: dict[int, int],
     loops: set[int],
-    either: set[int],
+    shared: set[int],
     covered: Sequence[int],
     factor: Factor,
 ) -> set[int]:
     """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
     A loop's trips are layers if each has one entry of a stack, and heads if each has
-    several entries of an axis. A leaf may be for some entries of an axis only, as one
-    of several layers that `vmap` goes through. If only one side has the axis, it may
-    also be of positions, some of which have a kernel of their own; a layer has one
-    entry there.
+    several entries of an axis. A leaf may serve some entries of an axis only, as the
+    leaf of one of the layers that `vmap` goes through. An axis that only one side has
+    may count positions, some of which have a kernel; a layer's leaf serves one entry.
     """
-    own: dict[int, Marks] = {}
+    marks_of: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)
     for (a, size), x, of_all in rows:
         is_some = a not in loops and is_apart(x, of_all)  # marks are for some entries
-        if is_some and not is_varied(x) and a not in either:
+        if is_some and not is_varied(x) and a not in shared:
             is_some = distinct(x) <= distinct(numbered(1, 0, size))
         if is_some or is_varied(x):
-            own[a] = x
-    of_loops = [x for a, x in own.items() if a in loops]
-    return {a for a, x in own.items() if a not in loops or _is_shared_out(x, of_loops)}
+            marks_of[a] = x
+    of_loops = [x for a, x in marks_of.items() if a in loops]
+    return {a for a, x in marks_of.items() if a not in loops or _is_split(x, of_loops)}
 
 
-def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
+def _is_split(marks: Marks, of_loops: Sequence[Marks]) -> bool:
     """Whether trips have several entries each along an axis.
 
-    Loops around each other, as over groups of layers, share out one axis together.
+    Loops around each other, as over groups of layers, split one axis together.
     """
     for axis in varied(marks)[:1]:
         lines = [x for x in (marks_along(y, axis) for y in of_loops) if is_varied(x)]
@@ -215,8 +212,8 @@ def _is_shared_out(marks: Marks, of_loops: Sequence[Marks]) -> bool:
 
 def shows_all(kernel: AllMarks, other: AllMarks) -> bool:
     """Whether a kernel's operand distinguishes no more heads than the kernel itself."""
-    found = distinct(kernel[0])
-    is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
+    marks = distinct(kernel[0])
+    is_apart = all(m.bit_count() == 1 for m in marks) and len(marks) > 1
     return is_apart or not is_varied(other[0])
 
 

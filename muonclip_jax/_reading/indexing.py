@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 
 from .back import Move, Moves, Op
-from .marks import (
-    full,
-    Marks,
-    only_where,
-    placed,
-    placed_at,
-    Shape,
-    small,
-    union_along,
-)
+from .marks import full, Marks, only_where, placed, placed_at, Shape, small, union_along
 
 
 def static_slice(op: Op) -> Moves:
@@ -29,8 +20,8 @@ def static_slice(op: Op) -> Moves:
     def move(marks: Marks) -> Marks:
         for d, (start, step, n) in enumerate(zip(starts, steps, op.out, strict=True)):
             if op.ins[0][d] != n:
-                at = slice(start, start + (n - 1) * step + 1, step)
-                marks = placed(marks, op.lead + d, op.ins[0][d], at)
+                taken = slice(start, start + (n - 1) * step + 1, step)
+                marks = placed(marks, op.lead + d, op.ins[0][d], taken)
         return marks
 
     return [(0, move)]
@@ -40,27 +31,26 @@ def split(op: Op) -> Moves:
     axis = op.params["axis"]
     size = op.ins[0][axis]
     sizes = op.params.get("sizes", (1,) * size)
-    at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
+    part = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
     def move(marks: Marks) -> Marks:
         if op.eqn.name == "unstack":  # the result lacks the axis
             marks = np.expand_dims(marks, op.lead + axis)
-        return placed(marks, op.lead + axis, size, at)
+        return placed(marks, op.lead + axis, size, part)
 
     return [(0, move)]
 
 
 def concatenate(op: Op) -> Moves:
-    # the dimension, from JAX 0.12 on
-    is_new = op.eqn.name == "stack"
+    is_new = op.eqn.name == "stack"  # makes the dimension, from JAX 0.12 on
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
-    ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
+    offsets, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
 
     def part(i: int) -> Move:
         def move(marks: Marks) -> Marks:
             marks = full(marks, axis, op.out[dim]).take(
-                range(ends[i], ends[i + 1]), axis
+                range(offsets[i], offsets[i + 1]), axis
             )
             return small(marks.squeeze(axis) if is_new else marks)
 
@@ -91,15 +81,15 @@ def dynamic_slice(op: Op) -> Moves:
 
 
 def _picked(
-    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+    marks: Marks, shape: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
 ) -> Marks:
     """Returns the marks of the operand that entries were picked from.
 
     `starts` has the first place along each dimension, with the axes of the marks; it is
     `None` where the place is not known. The last axes of the marks are the dimensions.
     """
-    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
-        axis = marks.ndim - len(of) + d
+    for d, (start, n, size) in enumerate(zip(starts, sizes, shape, strict=True)):
+        axis = marks.ndim - len(shape) + d
         if n == size:
             continue
         if start is None:  # any entry may be picked, so all contribute
@@ -108,12 +98,12 @@ def _picked(
         # XLA moves a slice that would end outside back inside.
         first = np.clip(start, 0, size - n)
         if first.size == 1:
-            at = int(first.item())
-            marks = placed(marks, axis, size, slice(at, at + n))
+            place = int(first.item())
+            marks = placed(marks, axis, size, slice(place, place + n))
         else:
             within = [-1 if a == axis else 1 for a in range(marks.ndim)]
-            at = first + np.arange(n).reshape(within)
-            marks = placed_at(full(marks, axis, n), axis, size, at)
+            places = first + np.arange(n).reshape(within)
+            marks = placed_at(full(marks, axis, n), axis, size, places)
     return marks
 
 
@@ -131,23 +121,22 @@ def update_slice(op: Op) -> Moves:
 def scatter(op: Op) -> Moves:
     """Returns the moves of a sum; the second summand is somewhere in the result.
 
-    The axes of `starts` are those of the lead, then of the indices, then of the result.
+    `starts` has the axes of the lead, then of the indices, then of the result.
     """
     numbers, lead, out = op.params["dimension_numbers"], op.lead, op.out
     index, new = op.eqn.inputs()[1].value, op.ins[2]
-    own = numbers.update_window_dims
+    window_dims = numbers.update_window_dims
     batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     gone = {*numbers.inserted_window_dims}
     kept = [d for d in range(len(out)) if d not in (*gone, *batch[0])]
-    at = dict(zip(kept, own, strict=True))
+    update_of = dict(zip(kept, window_dims, strict=True))
+    rest = [d for d in range(len(new)) if d not in window_dims]
     if batch[0]:  # as `vmap` makes them: then the places of all other entries are lost
-        rest = [d for d in range(len(new)) if d not in own]
-        whole = {u: d for d, u in at.items() if new[u] == out[d]}
+        whole = {u: d for d, u in update_of.items() if new[u] == out[d]}
         whole |= {rest[j]: d for d, j in zip(*batch, strict=True)}
         to = [whole.get(d) for d in range(len(new))]
         return [(0, lambda marks: marks), (2, op.through(to))]
-    sizes = tuple(new[at[d]] if d in at else 1 for d in range(len(out)))
-    rest = [d for d in range(len(new)) if d not in own]
+    sizes = tuple(new[update_of[d]] if d in update_of else 1 for d in range(len(out)))
     free = len(rest)
     starts: list[np.ndarray | None] = [None] * len(out)
     if index is not None:
@@ -160,10 +149,9 @@ def scatter(op: Op) -> Moves:
         marks = np.expand_dims(marks, tuple(range(lead, lead + free)))
         marks = _window(marks, out, sizes, starts)
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
-        # Now the axes are the indices', then those of the window.
-        axes = [
-            rest.index(d) if d in rest else free + own.index(d) for d in range(len(new))
-        ]
+        # The axes are now those of the indices, then of the window.
+        order = [*rest, *window_dims]
+        axes = [order.index(d) for d in range(len(new))]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
 
     is_sum = op.eqn.name != "scatter"
@@ -174,11 +162,11 @@ def scatter(op: Op) -> Moves:
 
 
 def _window(
-    marks: Marks, of: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
+    marks: Marks, shape: Shape, sizes: Shape, starts: Sequence[np.ndarray | None]
 ) -> Marks:
     """Returns the marks of a window of an array; `starts` is as for `_picked`."""
-    for d, (start, n, size) in enumerate(zip(starts, sizes, of, strict=True)):
-        axis = marks.ndim - len(of) + d
+    for d, (start, n, size) in enumerate(zip(starts, sizes, shape, strict=True)):
+        axis = marks.ndim - len(shape) + d
         if n == size or marks.shape[axis] == 1:
             continue
         if start is None:
@@ -189,9 +177,9 @@ def _window(
         )
         places = np.clip(start, 0, size - n) + within
         others = ((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in (marks, places))
-        shape = np.broadcast_shapes(*others)
+        common = np.broadcast_shapes(*others)
         rows, places = (
-            np.broadcast_to(x, (*shape[:axis], x.shape[axis], *shape[axis + 1 :]))
+            np.broadcast_to(x, (*common[:axis], x.shape[axis], *common[axis + 1 :]))
             for x in (marks, places)
         )
         marks = np.take_along_axis(rows, places, axis)
@@ -201,7 +189,7 @@ def _window(
 def _around(
     op: Op, starts: Sequence[np.ndarray | None], sizes: Shape, free: int
 ) -> Move:
-    """Returns the move to an array of which a window is overwritten."""
+    """Returns the move to an array, part of which a window overwrites."""
     cut = [d for d, n in enumerate(op.out) if sizes[d] < n]
     if not cut or any(starts[d] is None for d in cut):
         return lambda marks: marks
@@ -214,29 +202,29 @@ def _around(
 
 def gather(op: Op) -> Moves:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
-    of, lead = op.ins[0], op.lead
+    shape, lead = op.ins[0], op.lead
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(of)) if d not in gone]
-    at = dict(zip(kept, numbers.offset_dims, strict=True))
+    kept = [d for d in range(len(shape)) if d not in gone]
+    result_of = dict(zip(kept, numbers.offset_dims, strict=True))
     # The dimensions of the indices; `vmap` makes some that the operand has, too.
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     paired = dict(zip(*batch, strict=True))
-    at |= {d: rest[j] for d, j in paired.items()}
+    result_of |= {d: rest[j] for d, j in paired.items()}
     free = [j for j in range(len(rest)) if j not in paired.values()]
-    after = tuple(n if d in paired else sizes[d] for d, n in enumerate(of))
-    # The axes are those of the lead, then of the indices, then of the operand.
-    order = [*(rest[j] for j in free), *(at.get(d) for d in range(len(of)))]
-    starts: list[np.ndarray | None] = [None] * len(of)
+    window = tuple(n if d in paired else sizes[d] for d, n in enumerate(shape))
+    # The marks get the axes of the lead, then of the indices, then of the operand.
+    order = [*(rest[j] for j in free), *(result_of.get(d) for d in range(len(shape)))]
+    starts: list[np.ndarray | None] = [None] * len(shape)
     if (index := index_of(op.eqn)) is not None:
-        own = [*free, *(paired.get(d) for d in range(len(of)))]
+        index_order = [*free, *(paired.get(d) for d in range(len(shape)))]
         index = full(index, index.ndim - 1, len(numbers.start_index_map))
         for i, d in enumerate(numbers.start_index_map):
-            starts[d] = _spread(index[..., i], lead, own)
+            starts[d] = _spread(index[..., i], lead, index_order)
 
     def move(marks: Marks) -> Marks:
         marks = _spread(marks, lead, order)
-        marks = _picked(marks, of, after, starts)
+        marks = _picked(marks, shape, window, starts)
         marks = union_along(marks, range(lead, lead + len(free)))
         return small(marks.squeeze(tuple(range(lead, lead + len(free)))))
 

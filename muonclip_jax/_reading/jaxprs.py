@@ -62,7 +62,7 @@ class Inner(NamedTuple):
         values: Sequence[Any],
         step: Callable[[int, Any, list[Any]], Sequence[Any]],
     ) -> list[Any]:
-        """Returns its outputs; `step` computes those of one equation from inputs."""
+        """Returns its outputs; `step` computes an equation's outputs from inputs."""
         env = dict(zip(self.jaxpr.invars, values, strict=True))
         env |= zip(self.jaxpr.constvars, self.consts, strict=True)
 
@@ -107,8 +107,8 @@ def trace(fun: Any, *args: Any) -> Inner:
 def called(eqn: Any) -> Inner | None:
     """Returns the jaxpr that an equation runs once; `None` if it is no such call."""
     keys = _RUN_ONCE if eqn.primitive.name not in _OPAQUE else ()
-    found = (inner(eqn.params[key]) for key in keys if key in eqn.params)
-    return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
+    bodies = (inner(eqn.params[key]) for key in keys if key in eqn.params)
+    return next((body for body in bodies if hasattr(body.jaxpr, "eqns")), None)
 
 
 def loop(eqn: Any) -> Loop | None:
@@ -141,12 +141,12 @@ def has_slopes(eqn: Any) -> bool:
 
 def step_of(jaxpr: Any, before: Any, after: Any) -> int | None:
     """Returns the number that is added to a variable in every trip, if it is known."""
-    made = [eqn for eqn in jaxpr.eqns if any(x is after for x in eqn.outvars)]
-    if before is after or not made or made[0].primitive.name != "add":
+    eqns = [eqn for eqn in jaxpr.eqns if any(x is after for x in eqn.outvars)]
+    if before is after or not eqns or eqns[0].primitive.name != "add":
         return 0 if before is after else None
-    one = [x for x in made[0].invars if x is not before]
-    is_number = len(one) == 1 and isinstance(one[0], Literal)
-    return int(one[0].val) if is_number else None
+    added = [x for x in eqns[0].invars if x is not before]
+    is_number = len(added) == 1 and isinstance(added[0], Literal)
+    return int(added[0].val) if is_number else None
 
 
 def is_statistic(eqn: Any) -> bool:
@@ -162,24 +162,20 @@ def _transforms(eqn: Any) -> list[str]:
 
 def is_differentiated(eqn: Any) -> bool:
     """Whether an equation is of a function that JAX differentiates, or its tangent."""
-    if not eqn.source_info.name_stack.stack:  # the common case, fast
-        return False
-    made = _transforms(eqn)
-    return "jvp" in made and not _is_backward(made)
+    transforms = _transforms(eqn)
+    return "jvp" in transforms and not _is_backward(transforms)
 
 
 def is_transposed(eqn: Any) -> bool:
     """Whether an equation is of the backward pass of a derivative.
 
-    What `jax.linear_transpose` makes is none: there the transpose is the function.
+    An equation of `jax.linear_transpose` is not: its transpose is the function.
     """
-    if not eqn.source_info.name_stack.stack:  # the common case, fast
-        return False
     return _is_backward(_transforms(eqn))
 
 
-def _is_backward(made: list[str]) -> bool:
-    return "transpose" in made and "jvp" in made[made.index("transpose") :]
+def _is_backward(names: list[str]) -> bool:
+    return "transpose" in names and "jvp" in names[names.index("transpose") :]
 
 
 def is_recomputed(eqn: Any) -> bool:
@@ -229,8 +225,8 @@ def manual_in(eqn: Any) -> tuple[str, ...]:
 def axes_of(eqn: Any) -> tuple[str, ...]:
     """Returns the mesh axes of a collective."""
     # Sums and maxima call them "axes"; primitives that move data call them "axis_name".
-    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return (found,) if isinstance(found, str) else tuple(found)
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def kernel_name(eqn: Any) -> tuple[str, str]:
@@ -249,22 +245,22 @@ def functions_in(eqn: Any) -> list[Any]:
     They are inside closures and wrappers of JAX, whose fields have these names.
     """
     fields = "f transforms params fun fwd bwd jvp func args __wrapped__ __func__"
-    found, seen, left = [], {}, list(eqn.params.values())
-    while left:
-        x = left.pop()
+    functions, seen, pending = [], {}, list(eqn.params.values())
+    while pending:
+        x = pending.pop()
         if x is None or id(x) in seen or isinstance(x, type):
             continue
         seen[id(x)] = x  # kept, so that no other object gets its id
         if isinstance(x, tuple | list):
-            left += x
+            pending += x
         elif isinstance(x, types.CellType):
             with contextlib.suppress(ValueError):  # an empty one
-                left.append(x.cell_contents)
+                pending.append(x.cell_contents)
         else:
-            found += [x] if isinstance(x, types.FunctionType) else []
-            left += getattr(x, "__closure__", None) or ()
-            left += [getattr(x, field, None) for field in fields.split()]
-    return found
+            functions += [x] if isinstance(x, types.FunctionType) else []
+            pending += getattr(x, "__closure__", None) or ()
+            pending += [getattr(x, field, None) for field in fields.split()]
+    return functions
 
 
 def line(eqns: Eqns) -> str:

@@ -158,12 +158,12 @@ def rule_of(eqn: Any) -> AttentionRule | None:
 
 def _functions(of: Any) -> list[Any]:
     """Returns the function of a kernel and the functions of its derivative rules."""
-    found, inside = [], of if callable(of) else None
+    rules, inside = [], of if callable(of) else None
     while inside is not None:
-        found += [getattr(inside, name, None) for name in ("fwd", "bwd", "jvp")]
+        rules += [getattr(inside, name, None) for name in ("fwd", "bwd", "jvp")]
         of, inside = inside, getattr(inside, "fun", None)
         inside = inside or getattr(of, "__wrapped__", None)
-    functions = [inspect.unwrap(x) for x in (of, *found) if x is not None]
+    functions = [inspect.unwrap(x) for x in (of, *rules) if x is not None]
     return [x for x in functions if hasattr(x, "__code__")]
 
 

@@ -3,30 +3,30 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .facts import Facts
-from .graph import AllMarks, Atom, Eqn, Graph, Origin
+from .graph import AllMarks, Atom, Eqn, Origin
 from .marks import is_varied, Marks, moved, small, union_along
-from .scaling import Scaling
+from .softmaxes import Softmaxes
 
 
 class Maker(NamedTuple):
     """A parameter in the weight of a product that made an activation."""
 
     eqn: Eqn
-    number: int
+    parameter: int
     all_marks: AllMarks  # of the parameter
 
 
 class Makers:
     """Follows activations back to the nearest products with weights."""
 
-    def __init__(self, graph: Graph, facts: Facts, scaling: Scaling):
-        self._graph, self._facts, self._scaling = graph, facts, scaling
+    def __init__(self, softmaxes: Softmaxes):
+        self._graph, self._facts = softmaxes.graph, softmaxes.facts
+        self._scaling = softmaxes.scaling
         self._outputs: dict[tuple[Atom, int], bool] = {}
 
     def of(self, atom: Atom, all_marks: AllMarks) -> Iterator[Maker]:
         """Yields the parameters of the nearest products with weights."""
-        found: list[tuple[Eqn, int, AllMarks]] = []
+        products: list[tuple[Eqn, int, AllMarks]] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
@@ -36,27 +36,28 @@ class Makers:
                 i = self._facts.weight_of(eqn)
                 if i is not None:
                     if facts[i].leaves and not facts[1 - i].is_onehot:
-                        found.append((eqn, i, origin.all_marks))
+                        products.append((eqn, i, origin.all_marks))
                     return []
                 if eqn.contracted and all(f.is_deep for f in facts):
                     return []
             return [(i, None) for i, fact in enumerate(facts) if fact.is_deep]
 
         self._graph.back(atom, all_marks, ahead)
-        for eqn, i, all_marks in found:
+        for eqn, i, all_marks in products:
             weight = eqn.inputs()[i]
-            own = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in all_marks)
-            for summand in self._scaling.of(weight, own):
+            marks = tuple(small(moved(x, weight.lead, eqn.to[i])) for x in all_marks)
+            for summand in self._scaling.of(weight, marks):
                 for f in summand.factors:
                     yield Maker(eqn, f.parameter, f.all_marks)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
         """Returns the dimensions of each kernel's outputs."""
-        found: dict[int, list[int]] = {}
-        for _, number, all_marks in self.of(atom, atom.each()):
-            own = found.setdefault(number, [])
-            own += [d for d, x in enumerate(all_marks) if d not in own and is_varied(x)]
-        return found
+        outputs: dict[int, list[int]] = {}
+        for _, parameter, all_marks in self.of(atom, atom.each()):
+            dims = outputs.setdefault(parameter, [])
+            varied = (d for d, x in enumerate(all_marks) if is_varied(x))
+            dims += [d for d in varied if d not in dims]
+        return outputs
 
     def is_output(self, atom: Atom, d: int) -> bool:
         """Returns whether a dimension holds kernel outputs, or columns of a table.
@@ -64,12 +65,12 @@ class Makers:
         A product of two activations keeps the outputs along its free dimensions.
         """
         if (atom, d) not in self._outputs:
-            found: list[Marks] = []
+            arrived: list[Marks] = []
 
             def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
                 (marks,) = origin.all_marks
                 if (eqn := origin.eqn) is None or not is_varied(marks):
-                    found.extend([marks] if origin.parameter is not None else [])
+                    arrived.extend([marks] if origin.parameter is not None else [])
                     return []
                 facts = self._facts.inputs(eqn)
                 i = self._facts.weight_of(eqn) if eqn.is_product else None
@@ -77,14 +78,14 @@ class Makers:
                     weight = eqn.inputs()[i]
                     # An axis of experts, or of a stack, holds no outputs; nor do the
                     # trips of a loop or devices, over which experts may be spread.
-                    own = [None if o in eqn.shared else o for o in eqn.to[i]]
-                    marks, lead = moved(marks, weight.lead, own), range(weight.lead)
-                    found.append(union_along(marks, lead))
+                    outputs = [None if o in eqn.shared else o for o in eqn.to[i]]
+                    marks, lead = moved(marks, weight.lead, outputs), range(weight.lead)
+                    arrived.append(union_along(marks, lead))
                     return []
-                # Gains and biases of outputs are none, but scaled data is made by them.
+                # Follow activations; gains and biases only where they meet data.
                 deep = [(j, None) for j, f in enumerate(facts) if f.is_deep]
                 return deep or [(j, None) for j, f in enumerate(facts) if f.leaves]
 
             self._graph.back(atom, atom.numbered([d]), ahead)
-            self._outputs[atom, d] = any(map(is_varied, found))
+            self._outputs[atom, d] = any(map(is_varied, arrived))
         return self._outputs[atom, d]

@@ -155,7 +155,7 @@ def is_disjoint(a: int, b: int, is_exact: bool) -> bool:
     """Whether two unions of marks, as `numbered` makes them, surely share no entry."""
     if is_exact:
         return not a & b
-    # Two bits for each digit, of which every entry has one.
+    # For each digit there are two bits, and every entry has one of them.
     digits = [x | x >> 1 for x in (a, b, a & b)]
     return bool(digits[0] & digits[1] & ~digits[2] & _EVEN)
 
@@ -175,30 +175,30 @@ def dimensions(
     return tuple(numbered(rank, lead + d, max(n, least)) for d, n in enumerate(shape))
 
 
-def placed(marks: Marks, axis: int, size: int, at: slice) -> Marks:
+def placed(marks: Marks, axis: int, size: int, part: slice) -> Marks:
     """Returns the marks of the array that a slice was taken from, empty around it."""
     if marks.shape[axis] == 1 and marks.size * size > _LARGEST[marks.dtype.kind]:
         return marks  # too large to show where the slice is: marks all entries
     shape = [size if i == axis else n for i, n in enumerate(marks.shape)]
-    around = np.full(shape, nothing(marks), marks.dtype)
-    around[(*[slice(None)] * axis, at)] = marks
-    return around
+    whole = np.full(shape, nothing(marks), marks.dtype)
+    whole[(*[slice(None)] * axis, part)] = marks
+    return whole
 
 
-def placed_at(marks: Marks, axis: int, size: int, at: np.ndarray) -> Marks:
+def placed_at(marks: Marks, axis: int, size: int, indices: np.ndarray) -> Marks:
     """Returns the marks of the array that entries were picked from, empty elsewhere.
 
     `at` has the axes of the marks. Its entries are the places along `axis`, which may
     differ in each trip and for each index.
     """
-    shape = np.broadcast_shapes(marks.shape, at.shape)
-    around = [size if i == axis else n for i, n in enumerate(shape)]
-    if math.prod(around) > _LARGEST["O"]:
+    shape = np.broadcast_shapes(marks.shape, indices.shape)
+    whole_shape = [size if i == axis else n for i, n in enumerate(shape)]
+    if math.prod(whole_shape) > _LARGEST["O"]:
         return union_along(marks, [axis])
-    found = np.full(around, nothing(marks), marks.dtype)
-    places = np.broadcast_to(at, shape)
-    np.put_along_axis(found, places, np.broadcast_to(marks, shape), axis)
-    return found
+    whole = np.full(whole_shape, nothing(marks), marks.dtype)
+    places = np.broadcast_to(indices, shape)
+    np.put_along_axis(whole, places, np.broadcast_to(marks, shape), axis)
+    return whole
 
 
 def only_where(marks: Marks, is_in: np.ndarray) -> Marks:
@@ -227,17 +227,17 @@ def reshaped(marks: Marks, lead: int, old: Shape, new: Shape) -> Marks:
     Dimensions are grouped into the shortest runs of the same size on both sides. A run
     gets all its entries only if the marks vary in it.
     """
-    # one entry, one mark: see `dimensions`
+    # A dimension of one entry may have two marks: see `dimensions`.
     for d, n in enumerate(old):
         if n == 1:
             marks = union_along(marks, [lead + d])
     sizes = list(marks.shape[:lead])
     for i, i2, j, j2 in _runs(old, new):
-        own = range(lead + i, lead + i2)
-        if all(marks.shape[axis] == 1 for axis in own):
+        axes = range(lead + i, lead + i2)
+        if all(marks.shape[axis] == 1 for axis in axes):
             sizes += [1] * (j2 - j)
         else:
-            for axis in own:
+            for axis in axes:
                 marks = full(marks, axis, old[axis - lead])
             sizes += new[j:j2]
     return small(marks.reshape(sizes))

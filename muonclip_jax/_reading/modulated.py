@@ -20,7 +20,7 @@ class Modulated(NamedTuple):
     eqn: Eqn
     i: int
     all_marks: AllMarks  # along the dimensions of `sides_of`
-    is_mixed: bool = False  # the activation has neither side, as a router's weights
+    is_mixed: bool = False  # by an activation without both sides, as of a router
 
     @property
     def atom(self) -> Atom:
@@ -58,25 +58,25 @@ def modulated(graph: Graph, facts: Any, eqn: Eqn) -> tuple[int, list[Modulated]]
 
     The kernels have an axis that the product sums over and one that the other operand
     lacks; the activations that they meet do not have both. If any summand of the
-    operand is no such kernel, the list is empty.
+    operand is another array, the list is empty.
     """
     is_conv = eqn.name == "conv_general_dilated"
     for i in (1,) if is_conv else (1, 0):
         if not facts.inputs(eqn)[i].is_deep or not all(sides_of(eqn, i)):
             continue
         try:
-            if found := _kernels(graph, facts, eqn, i):
-                return i, found
+            if kernels := _kernels(graph, facts, eqn, i):
+                return i, kernels
         except _Lost:
             pass
     return 0, []
 
 
 def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
-    atom, found = eqn.inputs()[i], []
+    atom, kernels = eqn.inputs()[i], []
     over, free = _marks_of(eqn, i)
 
-    # Operands that are kernels, or are none, on the condition that the way is not lost.
+    # Operands, and whether each has to have both sides. They are checked at the end.
     unchecked: list[tuple[Atom, AllMarks, bool]] = []
 
     def sides(all_marks: AllMarks, copies: Sequence[int] = ()) -> tuple[bool, bool]:
@@ -88,59 +88,59 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         return sides(all_marks, [x.lead + d for d in graph.copied(x)])
 
     def has_both(x: Atom, all_marks: AllMarks) -> bool:
-        # To find copies takes long.
+        # The second test is slow, since it looks for copies.
         return all(sides(all_marks)) and all(sides_in(x, all_marks))
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (of := origin.eqn) is None:
+        if (eqn := origin.eqn) is None:
             if origin.atom is not None and origin.atom.is_zero:
                 return []
             raise _Lost
-        inputs, values = of.inputs(), facts.inputs(of)
-        back = dict(moves(of, origin.k))
-        if of.is_product:
-            k = facts.weight_of(of)
+        inputs, values = eqn.inputs(), facts.inputs(eqn)
+        back = dict(moves(eqn, origin.k))
+        if eqn.is_product:
+            k = facts.weight_of(eqn)
             # The softmax of a router mixes kernels.
             if k is None or not values[1 - k].weights:
                 raise _Lost
         marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
-        if of.is_product and (k := facts.weight_of(of)) is not None:
+        if eqn.is_product and (k := facts.weight_of(eqn)) is not None:
             if not has_both(inputs[k], marks[k]):
                 raise _Lost
-            found.append(Modulated(of, k, marks[k], is_mixed=True))
+            kernels.append(Modulated(eqn, k, marks[k], is_mixed=True))
             return []
-        is_scaled = of.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
-        is_row = of.kind is Kind.PICKED and of.name == "gather"  # of a table
-        if not back or of.kind.is_bent or is_row:
+        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
+        is_row = eqn.kind is Kind.PICKED and eqn.name == "gather"  # of a table
+        if not back or eqn.kind.is_bent or is_row:
             raise _Lost
         if len(back) == 1 and values[min(back)].is_deep:
             return [(k, None) for k in back]
         if is_scaled:
-            # One operand alone has both sides: by one, the other is known. Most ways
-            # are lost further back, so the other is looked at in the end.
+            # Exactly one operand must have both sides, so one shows what the other has
+            # to be. The other is checked at the end: most routes are lost before that.
             first = next((k for k in back if values[k].is_weight), max(back))
             is_first = has_both(inputs[first], marks[first])
             others = [k for k in back if k != first]
             unchecked.extend((inputs[k], marks[k], not is_first) for k in others)
             both = [first] if is_first else others
-            if not both or (of.kind is Kind.QUOTIENT and both != [0]):
+            if not both or (eqn.kind is Kind.QUOTIENT and both != [0]):
                 raise _Lost
         else:
             both = [k for k in back if has_both(inputs[k], marks[k])]
-        ways: list[tuple[int, None]] = []
+        followed: list[tuple[int, None]] = []
         for k in both:
             if values[k].is_weight:
-                is_mixed = of.kind is Kind.PRODUCT and not any(
+                is_mixed = eqn.kind is Kind.PRODUCT and not any(
                     sides_in(inputs[1 - k], marks[1 - k])
                 )
-                found.append(Modulated(of, k, marks[k], is_mixed))
+                kernels.append(Modulated(eqn, k, marks[k], is_mixed))
             elif values[k].is_deep:
-                ways.append((k, None))
+                followed.append((k, None))
             else:
                 raise _Lost
-        return ways
+        return followed
 
     graph.back(atom, (*over, *free), ahead)
-    if found and any(has_both(x, marks) != is_one for x, marks, is_one in unchecked):
+    if kernels and any(has_both(x, marks) != is_one for x, marks, is_one in unchecked):
         raise _Lost
-    return found
+    return kernels

@@ -23,34 +23,34 @@ class NamedLayer(NamedTuple):
     path: paths.Path
     layer: AttentionLayer | None  # as QK-Clip receives it; `None` if it cannot scale it
     refusal: str  # why it cannot, for people; else empty
-    found: tuple[Layer, ...]  # several if one layer is called several times
+    calls: tuple[Layer, ...]
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it has a statistic, which may be one that nothing scales."""
-        is_known = not any(x.refusal or x.unclear for x in self.found)
-        is_known &= all(x.unscaled and x.sites for x in self.found)
+        """Whether it has a statistic; a layer that nothing scales may have one."""
+        is_known = not any(x.refusal or x.unclear for x in self.calls)
+        is_known &= all(x.unscaled and x.sites for x in self.calls)
         return self.layer is not None or is_known
 
     def read(self, leaf_paths: Sequence[paths.Path]) -> LayerRead:
         """Returns what a reading keeps of the layer, for its table."""
-        lines = dict.fromkeys(layer.line for layer in self.found)
-        sites = (site for layer in self.found for site in layer.sites)
-        biases = {line: made for site in sites for line, made in site.added.items()}
+        lines = dict.fromkeys(layer.line for layer in self.calls)
+        sites = (site for layer in self.calls for site in layer.sites)
+        biases = dict(bias for site in sites for bias in site.added.items())
         n, words = len(self.path), []
-        for line, made in biases.items():
-            at = ""
-            if len(made) == 1:
-                path = leaf_paths[min(made)]
+        for line, parameters in biases.items():
+            place = ""
+            if len(parameters) == 1:
+                path = leaf_paths[min(parameters)]
                 is_inside = path[:n] == self.path
-                at = f": {paths.show(path[n:] if is_inside else ('', *path))}"
-            words.append(f"the bias at {line} stays{at}")
-        makers = sorted({i for layer in self.found for i in layer.makers})
+                place = f": {paths.show(path[n:] if is_inside else ('', *path))}"
+            words.append(f"the bias at {line} stays{place}")
+        makers = sorted({i for layer in self.calls for i in layer.makers})
         return LayerRead(
             self.path,
             self.layer,
             self.refusal,
-            self.found[0].shape if self.is_recorded else None,
+            self.calls[0].shape if self.is_recorded else None,
             (*lines,),
             (*words,),
             tuple(leaf_paths[i] for i in makers),
@@ -68,13 +68,13 @@ class _LayerCall(NamedTuple):
     refusal: str
 
     @property
-    def known(self) -> Any:
+    def identity(self) -> Any:
         """A key that is equal for all calls of one layer."""
         if not self.layer.parts:
             return self.refusal, self.layer.makers, self.layer.line
         # A leaf may take the whole scale in one call, and half of it in another.
-        alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
-        return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
+        whole = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
+        return bool(self.refusal), {x.parameter for x in self.layer.parts}, whole
 
     def is_of(self, other: "_LayerCall") -> bool:
         """Whether this is another call of the same layer.
@@ -82,7 +82,7 @@ class _LayerCall(NamedTuple):
         Both calls have the same parameters. Different parts of them, as a Python loop
         picks from a stack, are different layers; so are a whole stack and a part of it.
         """
-        return self.known == other.known and not any(
+        return self.identity == other.identity and not any(
             x.path == y.path and (x.stack != y.stack or x.is_apart_from(y))
             for mine, theirs in zip(self.roles, other.roles, strict=False)
             for x, y in itertools.product(mine, theirs)
@@ -106,9 +106,9 @@ def named_layers(
     # module that holds all leaves, or all parameters that made the logits.
     modules, firsts = [], []
     for (layer, roles, _), *_ in groups:
-        own = {part.parameter for part in layer.parts} or layer.makers
-        around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
-        levels = zip(*around, strict=False)
+        parameters = {part.parameter for part in layer.parts} or layer.makers
+        parents = [leaf_paths[i][:-1] for i in sorted(parameters)] or [()]
+        levels = zip(*parents, strict=False)
         same = itertools.takewhile(lambda x: len(set(x)) == 1, levels)
         modules.append(tuple(name for name, *_ in same))
         firsts.append(next((x.path for leaves in roles for x in leaves), ""))
@@ -125,17 +125,17 @@ def named_layers(
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         leaves = (
-            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in of)
-            for of in roles
+            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in some)
+            for some in roles
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
-    # A statistic that no clip needs takes a path that is free: that of the module, or
-    # of the first leaf, with a number if need be.
+    # A layer that is not scaled gets a path that no other layer has: its module's, or
+    # its first leaf's, with a number if need be.
     taken = {x.path for x in named if x.layer is not None}
     for i, x in enumerate(named):
         if x.layer is None and x.is_recorded:
-            makers = {y for of in x.found for y in of.makers}
+            makers = {y for some in x.calls for y in some.makers}
             first = leaf_paths[min(makers)] if makers else x.path
             numbered = ((*first, str(n)) for n in itertools.count())
             free = itertools.chain([x.path, first], numbered)
@@ -163,12 +163,12 @@ def _roles(
         )
     roles = []
     for parts in groups:
-        found: dict[int, ScaledEntries] = {}
+        entries: dict[int, ScaledEntries] = {}
         for part in parts:
-            old = found.get(part.parameter)
-            found[part.parameter] = old.joined_with(part) if old else part
+            old = entries.get(part.parameter)
+            entries[part.parameter] = old.joined_with(part) if old else part
         leaves = []
-        for i, part in found.items():
+        for i, part in entries.items():
             path = "/".join(leaf_paths[i])
             if part.why:
                 return (), part.why.format(path, shapes[i])

@@ -22,12 +22,12 @@ class Lead(NamedTuple):
     """A dimension in front of marks: trips of a loop, or devices along a mesh axis."""
 
     axis: int  # its place in the lead
-    of: Address | str  # the address of the loop, or the name of the mesh axis
+    name: Address | str  # the address of the loop, or the name of the mesh axis
     size: int
 
     @property
     def is_loop(self) -> bool:
-        return not isinstance(self.of, str)
+        return not isinstance(self.name, str)
 
 
 # The most trips of a loop that are computed one by one.
@@ -43,29 +43,29 @@ class Numbers:
     """Finds the values of variables, in all trips of the loops around them."""
 
     def __init__(self):
-        self._known: dict[Any, Value] = {}
+        self._values: dict[Any, Value] = {}
 
     def of(self, atom: Any) -> Value:
         """Returns the value of a variable."""
-        if atom not in self._known:
+        if atom not in self._values:
             value = self._find(atom)
             if value is not None:
                 value = small(value) if value.size <= MOST else None
-            self._known[atom] = value
-        return self._known[atom]
+            self._values[atom] = value
+        return self._values[atom]
 
     def _find(self, atom: Any) -> Value:
         frame, var = atom.frame, atom.var
         if isinstance(var, Literal) or var in frame.consts:
-            found = var.val if isinstance(var, Literal) else frame.consts[var]
-            return _constant(found, atom.lead)
-        if var in frame.place:
+            constant = var.val if isinstance(var, Literal) else frame.consts[var]
+            return _constant(constant, atom.lead)
+        if var in frame.position:
             return self._input(atom) if frame.caller else None
-        eqn, k = frame.made[var]
+        eqn, k = frame.definitions[var]
         if eqn.inside:
-            (one, *others) = eqn.inside
-            is_call = one.kind == "call" and not others and k < len(one.outputs)
-            return self.of(one.outputs[k]) if is_call else None
+            (inner, *others) = eqn.inside
+            is_call = inner.kind == "call" and not others and k < len(inner.outputs)
+            return self.of(inner.outputs[k]) if is_call else None
         rule = TABLE[eqn.name].value if eqn.name in TABLE else None
         if rule is None or k:
             return None
@@ -81,7 +81,7 @@ class Numbers:
 
     def _input(self, atom: Any) -> Value:
         frame = atom.frame
-        outer, how = frame.outer[frame.place[atom.var]]
+        outer, how = frame.outer[frame.position[atom.var]]
         if how == "carry":
             return self._carried(atom, outer)
         value = self.of(outer)
@@ -104,7 +104,7 @@ class Numbers:
         is_index = not jnp.issubdtype(atom.var.aval.dtype, jnp.inexact)
         if not is_index or atom.shape or (first := self.of(start)) is None:
             return None
-        k = frame.carried.index(frame.place[atom.var])
+        k = frame.carried.index(frame.position[atom.var])
         loop: Any = jaxprs.loop(frame.caller.jaxpr_eqn)
         step = jaxprs.step_of(frame.jaxpr, atom.var, frame.outputs[k].var)
         if step is not None:
@@ -142,7 +142,7 @@ class _Trip(Numbers):
         frame = self._frame
         if atom.frame is not frame:
             return super()._input(atom)
-        i, axis = frame.place[atom.var], len(frame.lead) - 1
+        i, axis = frame.position[atom.var], len(frame.lead) - 1
         outer, how = frame.outer[i]
         if how == "carry" and self._before is not None:
             return self._before.of(frame.outputs[frame.carried.index(i)])
@@ -156,11 +156,11 @@ def _constant(value: Any, lead: int) -> Value:
     if getattr(value, "size", 1) > MOST:
         return None
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except Exception:  # a key, or a tracer of another trace
         return None
-    found = _as(found.dtype, found)
-    return None if found is None else found.reshape((*[1] * lead, *found.shape))
+    array = _as(array.dtype, array)
+    return None if array is None else array.reshape((*[1] * lead, *array.shape))
 
 
 def _as(dtype: Any, value: Value) -> Value:

@@ -44,67 +44,67 @@ class ScaledEntries(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The entries to scale in some cells, so that a sum is scaled."""
+    """The entries of parameters that scale a sum, in some cells."""
 
-    whole: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
+    scaled: dict[int, Entries] | None  # by parameter; `None` if no parameter scales it
     why: str  # if so, why
     makers: set[int]  # all parameters in the sum, also those before a norm
     events: set[int]
-    picked: set[int]  # parameters of which an unknown index takes a part
+    picked: set[int]  # parameters from which an unknown index takes a part
     is_unsure: bool = False  # whether entries are in several heads
 
     @property
     def parameters(self) -> frozenset[int] | None:
-        return None if self.whole is None else frozenset(self.whole)
+        return None if self.scaled is None else frozenset(self.scaled)
 
 
-def parts_in(found: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
+def parts_in(summands: Sum, cells: Cells, frozen: Collection[int]) -> Parts:
     """Returns the parts of a side: one factor of each summand."""
     parts = Parts({}, "", set(), set(), set())
-    whole: dict[int, Entries] = {}
+    scaled: dict[int, Entries] = {}
     number = cells.heads.bit_count()
-    is_unsure, here = False, []
-    for s in found:
-        made = [(f, Entries.of(f, cells)) for f in s.factors]
-        linear = [x for x in made if x[0].is_linear]
-        is_in = [bool(entries.heads.any()) for _, entries in linear or made]
+    is_unsure, present = False, []
+    for s in summands:
+        pairs = [(f, Entries.of(f, cells)) for f in s.factors]
+        linear = [x for x in pairs if x[0].is_linear]
+        is_in = [bool(entries.heads.any()) for _, entries in linear or pairs]
         if not (all(is_in) if linear else any(is_in) or not is_in):
             continue  # the summand is in other cells
-        parts.makers.update(f.parameter for f, x in made if x.heads.any())
-        here.append((s, linear))
-    for s, linear in here:
+        parts.makers.update(f.parameter for f, x in pairs if x.heads.any())
+        present.append((s, linear))
+    for s, linear in present:
         trained = [x for x in linear if x[0].parameter not in frozen]
         if not trained:
             why = FROZEN if linear else s.why or NORMED
-            return parts._replace(whole=None, why=why)
+            return parts._replace(scaled=None, why=why)
         # The factor applied last comes first. Only a factor that distinguishes heads
         # can be scaled for each of them.
-        counts = [_groups(entries.heads) for _, entries in trained]
-        both = [*zip(trained, counts, strict=True)]
-        own = [x for x, n in both if n == number > 1] or [x for x, n in both if n > 1]
+        counted = [(x, _groups(x[1].heads)) for x in trained]
+        by_head = [x for x, n in counted if n == number > 1]
+        by_head = by_head or [x for x, n in counted if n > 1]
         # Prefer entries that already scale another summand.
-        again = [
+        reused = [
             (f, x)
-            for f, x in own or trained
-            if f.parameter in whole and whole[f.parameter].meets(x)
+            for f, x in by_head or trained
+            if f.parameter in scaled and scaled[f.parameter].meets(x)
         ]
-        factor, best = (again or own or trained)[0]
+        factor, best = (reused or by_head or trained)[0]
         parts.events.add(factor.event)
         if factor.is_picked:
             parts.picked.add(factor.parameter)
-        if old := whole.get(factor.parameter):
+        if old := scaled.get(factor.parameter):
             is_same = _groups(old.heads) == _groups(best.heads)
             is_unsure |= is_same and old.disagrees_with(best)
             best = old.joined_with(best)
-        whole[factor.parameter] = best
-    return parts._replace(whole=whole, is_unsure=is_unsure)
+        scaled[factor.parameter] = best
+    return parts._replace(scaled=scaled, is_unsure=is_unsure)
 
 
 def _groups(marks: Marks) -> int:
     """Returns how many heads, or groups of heads, have entries of their own."""
-    found = distinct(marks)
-    is_apart = sum(m.bit_count() for m in found) == union(found).bit_count()
-    return len(found) if is_apart else 1
+    groups = distinct(marks)
+    is_apart = sum(m.bit_count() for m in groups) == union(groups).bit_count()
+    return len(groups) if is_apart else 1
 
 
 def scaled_entries(

@@ -30,7 +30,7 @@ def moves(eqn: Any, k: int) -> Moves:
 
 
 class Kind(enum.Enum):
-    """What a primitive computes. Each pass of the reading treats a kind in one way.
+    """A kind of computation. Each pass of the reading treats a kind in one way.
 
     A kind says in which operands the result is linear, and a pass may look at the
     parameters that its primitives have: of a gather, of a product of two operands. If

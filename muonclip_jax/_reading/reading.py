@@ -94,57 +94,59 @@ def read_model(
 def _is_of_params(call: Call) -> bool:
     """Whether anything that the function returns depends on its parameters."""
     jaxpr = call.original.jaxpr
-    found = {*map(id, jaxpr.invars[: len(call.arrays)])}
+    dependent = {*map(id, jaxpr.invars[: len(call.arrays)])}
     for eqn in jaxpr.eqns:
-        if not found.isdisjoint(map(id, eqn.invars)):
-            found.update(map(id, eqn.outvars))
-    return not found.isdisjoint(map(id, jaxpr.outvars))
+        if not dependent.isdisjoint(map(id, eqn.invars)):
+            dependent.update(map(id, eqn.outvars))
+    return not dependent.isdisjoint(map(id, jaxpr.outvars))
 
 
 def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     """Returns the reading; for the recorder, all layers and what may hide more."""
     tree = call.tree
-    own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
+    arrays = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
-        paths=tuple(path for path, _ in own),
-        leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in own),
+        paths=tuple(path for path, _ in arrays),
+        leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in arrays),
     )
-    shapes = [tuple(map(int, x.shape)) for _, x in own]
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in own]
+    shapes = [tuple(map(int, x.shape)) for _, x in arrays]
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in arrays]
     graph = Graph(call.body, is_float)
     tokens: frozenset[int] = frozenset()
     while True:
         # A parameter that is looked up or added to activations is no weight where it
         # meets another parameter: a kernel makes keys from learned queries. The first
         # pass finds such parameters.
-        reader = Softmaxes(graph, Facts(graph, tokens))
-        layers = attention_layers(reader)
-        uses = Uses(reader, tokens)
-        found = uses.numbers_of("elementwise", "looked up") & uses.numbers_of("factor")
-        found |= {i for layer in layers for i in layer.tokens}
-        if found <= tokens:
+        softmaxes = Softmaxes(graph, Facts(graph, tokens))
+        layers = attention_layers(softmaxes)
+        uses = Uses(softmaxes, tokens)
+        new_tokens = uses.parameters_of("elementwise", "looked up")
+        new_tokens &= uses.parameters_of("factor")
+        new_tokens |= {i for layer in layers for i in layer.tokens}
+        if new_tokens <= tokens:
             break
-        tokens |= found
-    refused, unclipped = suspicions(reader, layers)
+        tokens |= new_tokens
+    refused, unclipped = suspicions(softmaxes, layers)
     layers += refused
-    frozen = reader.frozen, {*members(reader.facts.choosing)}
-    said = verdicts(uses, reader.facts.outputs, shapes, is_float, *frozen)
-    said = doubted(shown.paths, shapes, completed(shown, said))
-    by_leaf = dict(zip(call.arrays, said, strict=True))
-    every = [by_leaf.get(i) for i in range(len(tree.leaves))]
+    frozen = softmaxes.frozen, {*members(softmaxes.facts.choosing)}
+    leaf_verdicts = verdicts(uses, softmaxes.facts.outputs, shapes, is_float, *frozen)
+    leaf_verdicts = doubted(shown.paths, shapes, completed(shown, leaf_verdicts))
+    by_leaf = dict(zip(call.arrays, leaf_verdicts, strict=True))
+    tree_verdicts = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
     not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
+    unread = [p for p, _, v in shown.rows(leaf_verdicts) if v.source == "unread"]
     reading = ModelReading(
-        tree.unflatten((v and v.is_known and v.numbers) or None for v in every),
-        tree.unflatten(v and v.label for v in every),
+        tree.unflatten((v and v.is_known and v.numbers) or None for v in tree_verdicts),
+        tree.unflatten(v and v.label for v in tree_verdicts),
         tuple(n.layer for n in named if n.layer is not None),
-        tuple(paths.show(p) for p, _, v in shown.rows(said) if v.source == "unread"),
+        tuple(map(paths.show, unread)),
         tuple(x.read(shown.paths).where for x in not_clipped),
         tuple(x.read(shown.paths) for x in named),
-        # Not the structure, which pickle does not know: labels have it.
+        # Without the structure, which cannot be pickled; the labels have it.
         shown._replace(treedef=None, axis_names=dict(shown.axis_names)),
-        tuple(said),
+        tuple(leaf_verdicts),
         tuple(f"{what}, which may be attention" for what in hidden),
     )
     return reading, named, hidden

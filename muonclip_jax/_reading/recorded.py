@@ -56,7 +56,7 @@ def record_attention(
     all visible pairs. It is taken before a softcap, and without biases that do not
     depend on query or key. An array that is added to the logits hides a pair where its
     entry is -9,900 or less. Logits that no parameter scales are recorded, too, so that
-    they can be watched; what is not, `read_model(...).unrecorded` lists.
+    they can be watched; `read_model(...).unrecorded` lists all that are not.
 
     **Arguments:**
 
@@ -133,16 +133,16 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "instead; if it is not, give strict=False"
         )
     # Layers that one loop runs, or one product has, are recorded together.
-    every = _sites(layers)
-    own = {id(site): (layer, site) for layer, site in every}
+    layer_sites = _sites(layers)
+    sites = {id(site): (layer, site) for layer, site in layer_sites}
     if call.twins:
-        own = _in_symbols(call, every)
-    outs, recorded = _Recorder([*own.values()]).run(call.original, call.values, ())
-    by_site = {key: recorded[n] for n, key in enumerate(own)}
+        sites = _in_symbols(call, layer_sites)
+    outs, recorded = _Recorder([*sites.values()]).run(call.original, call.values, ())
+    by_site = {key: recorded[n] for n, key in enumerate(sites)}
     stats: dict[str, Any] = {}
     for named in (x for x in layers if x.is_recorded):
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
-        for layer, site in ((x, y) for x in named.found for y in x.sites):
+        for layer, site in ((x, y) for x in named.calls for y in x.sites):
             x = _of_layer(layer, by_site[id(site)])
             # The statistic is the maximum over the places where logits enter a softmax,
             # and over the calls of a layer.
@@ -154,20 +154,20 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
 
 def _sites(layers: Sequence[NamedLayer]) -> list[tuple[Layer, Site]]:
     """Returns where to record the layers that have a statistic."""
-    recorded = [x for named in layers if named.is_recorded for x in named.found]
+    recorded = [x for named in layers if named.is_recorded for x in named.calls]
     for layer in recorded:
         if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
     return [(layer, site) for layer in recorded for site in layer.sites]
 
 
-def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
+def _in_symbols(call: Call, layer_sites: Sequence[tuple[Layer, Site]]) -> Sites:
     """Returns the sites for all sizes of symbolic dimensions, by a second reading."""
     other = call._replace(body=call.twins[1].body)
-    found, again = {}, _sites(read_call(other)[1])
-    if len(again) != len(every):
-        again = [None] * len(every)
-    for (layer, site), of_twin in zip(every, again, strict=True):
+    sites, of_twins = {}, _sites(read_call(other)[1])
+    if len(of_twins) != len(layer_sites):
+        of_twins = [None] * len(layer_sites)
+    for (layer, site), of_twin in zip(layer_sites, of_twins, strict=True):
         is_same = of_twin is not None and layer.stacked == of_twin[0].stacked
         new = site.in_symbols(of_twin[1], call.twins) if of_twin and is_same else None
         if new is None:
@@ -177,23 +177,23 @@ def _in_symbols(call: Call, every: Sequence[tuple[Layer, Site]]) -> Sites:
                 "softmax is no dimension of an array. Make shapes of integers, or keep "
                 "batch, heads and length in axes of their own"
             )
-        found[id(site)] = layer, new
-    return found
+        sites[id(site)] = layer, new
+    return sites
 
 
 def _of_layer(layer: Layer, recorded: jax.Array) -> jax.Array:
     """Returns the statistic of one of the layers that were recorded together."""
     # If a loop runs over heads, its axis and the heads of each trip become one axis.
     depth = len(layer.loops)
-    trips = math.prod(recorded.shape[:depth])
-    rows = recorded.reshape((trips, -1))
+    count = math.prod(recorded.shape[:depth])
+    rows = recorded.reshape((count, -1))
     if layer.own_heads is not None:
         rows = rows[:, np.array(layer.own_heads)]
-    if layer.places is None:
+    if layer.trips is None:
         return rows.reshape((*recorded.shape[:depth], -1))
-    *stack, each = layer.places.shape
-    if not np.array_equal(layer.places.ravel(), np.arange(trips)):
-        rows = rows[layer.places.ravel()]
+    *stack, each = layer.trips.shape
+    if not np.array_equal(layer.trips.ravel(), np.arange(count)):
+        rows = rows[layer.trips.ravel()]
     rows = rows.reshape((*stack, each, -1))
     return rows[..., 0, :] if each == 1 else largest(rows, -2)
 
@@ -202,24 +202,24 @@ class _Changed(NamedTuple):
     """Logits after a softcap or a bias, and the logits of query and key alone."""
 
     value: Any
-    own: Any  # -inf where the bias hides a pair
+    raw: Any  # -inf where the bias hides a pair
 
 
 def _values(arrays: Sequence[Any]) -> list[Any]:
     return [x.value if isinstance(x, _Changed) else x for x in arrays]
 
 
-def _own(arrays: Sequence[Any]) -> list[Any]:
-    return [x.own if isinstance(x, _Changed) else x for x in arrays]
+def _raw(arrays: Sequence[Any]) -> list[Any]:
+    return [x.raw if isinstance(x, _Changed) else x for x in arrays]
 
 
 def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays, as `_Changed` wherever `like` has `_Changed`."""
     return [
         _Changed(x, x)
-        if isinstance(of, _Changed) and not isinstance(x, _Changed)
+        if isinstance(other, _Changed) and not isinstance(x, _Changed)
         else x
-        for of, x in zip(like, arrays, strict=True)
+        for other, x in zip(like, arrays, strict=True)
     ]
 
 
@@ -231,12 +231,12 @@ class _Recorder:
         self._sites = {n: site for n, (_, site) in enumerate(sites)}
         # Equations between products and softmaxes, with the operands that are a bias;
         # and the equations whose inner jaxprs hold them.
-        self._way: dict[Address, set[int]] = {}
+        self._biases: dict[Address, set[int]] = {}
         for _, site in sites:
             for address, biases in site.biases.items():
-                self._way.setdefault(address, set()).update(biases)
+                self._biases.setdefault(address, set()).update(biases)
         self._around = {
-            address[:n] for address in self._way for n in range(1, len(address))
+            address[:n] for address in self._biases for n in range(1, len(address))
         }
 
     def run(
@@ -252,7 +252,7 @@ class _Recorder:
                 if site.eqn.address == address:
                     logits = inputs[site.operand]
                     assert not site.biases or isinstance(logits, _Changed)
-                    stats[n] = site.largest(*_own([logits]))
+                    stats[n] = site.largest(*_raw([logits]))
             return self._split(eqn, inputs, outs, address)
 
         # Dead equations run, too, so that effects, names and random keys do not change.
@@ -274,18 +274,18 @@ class _Recorder:
 
         The equation runs a second time, without biases, on logits of query and key.
         """
-        biases, kind = self._way.get(address), kind_of(eqn.primitive.name)
+        biases, kind = self._biases.get(address), kind_of(eqn.primitive.name)
         is_cap = kind is Kind.SOFTCAP
         is_split = any(isinstance(x, _Changed) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
-        own = jax.lax.stop_gradient(_own(inputs))
+        raw = jax.lax.stop_gradient(_raw(inputs))
         if is_cap:  # skip tanh: the division by the cap and the product with it cancel
-            return [_Changed(*outs, *own)]
+            return [_Changed(*outs, *raw)]
         for i in biases:
             sign = -1 if kind is Kind.DIFFERENCE and i == 1 else 1
-            own[i] = without_bias(own[i], sign)
-        return [*map(_Changed, outs, jaxprs.bound(eqn, own))]
+            raw[i] = without_bias(raw[i], sign)
+        return [*map(_Changed, outs, jaxprs.bound(eqn, raw))]
 
     def _rerun(self, eqn: Any, inputs: list[Any], address: Address) -> Any:
         """Returns the outputs of an equation and the statistics of its inner sites."""
@@ -294,35 +294,35 @@ class _Recorder:
             return jaxprs.bound(eqn, _values(inputs)), {}
         if rule:
             (layer, *_), inputs = inside.values(), _values(inputs)
-            found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
-            if found is None:
+            maxima = rule.largest(eqn, jax.lax.stop_gradient(inputs))
+            if maxima is None:
                 raise ValueError(
                     f"the logits of {layer.line} cannot be recorded: mask and scale "
                     f"are in the code of {rule.name}. Use mc.splash_attention or "
                     "mc.blockwise_attention instead, or give mc.attention_rule its "
                     "largest logits as maxima="
                 )
-            if found.size != layer.recorded:
+            if maxima.size != layer.recorded:
                 raise ValueError(
-                    f"the kernel at {layer.line} has {found.size} heads, but its "
+                    f"the kernel at {layer.line} has {maxima.size} heads, but its "
                     f"query and key have {layer.recorded}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
+            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, maxima)
         # Loops, branches and `shard_map` have a method each.
-        if again := getattr(self, f"_{eqn.primitive.name}", None):
+        if rerun := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
-                return again(eqn, inputs, address)
+                return rerun(eqn, inputs, address)
         body: Any = jaxprs.called(eqn)
-        own = slice(len(inputs) - len(body.jaxpr.invars), None)
+        operands = slice(len(inputs) - len(body.jaxpr.invars), None)
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, address)):
             with jaxprs.written_as(eqn):
-                return call(*inputs[own])
-        # A custom derivative cannot return statistics as further outputs. So the body
-        # runs a second time, without gradients. XLA merges the two runs.
-        stopped = jax.lax.stop_gradient(inputs[own])
+                return call(*inputs[operands])
+        # A custom derivative cannot return statistics as further outputs. The body
+        # therefore runs again, without gradients. XLA merges the two runs.
+        stopped = jax.lax.stop_gradient(inputs[operands])
         again, stats = self.run(body, stopped, address)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
-        outs = [_Changed(x, y.own) if isinstance(y, _Changed) else x for x, y in both]
+        outs = [_Changed(x, y.raw) if isinstance(y, _Changed) else x for x, y in both]
         return outs, stats
 
     def _start(self, trip: Any, start: list[Any], address: Address) -> list[Any]:
@@ -357,19 +357,19 @@ class _Recorder:
     def _while(self, eqn: Any, inputs: list[Any], address: Address):
         loop: Any = jaxprs.loop(eqn)
         of_condition, rest = inputs[: loop.first], inputs[loop.first :]
-        own, start = rest[: loop.consts], rest[loop.consts :]
+        consts, start = rest[: loop.consts], rest[loop.consts :]
 
-        def is_on(both: Any) -> Any:
-            values = [*of_condition, *both[0]]
+        def is_on(carry: Any) -> Any:
+            values = [*of_condition, *carry[0]]
             return _values(self.run(loop.condition, values, address, branch=1)[0])[0]
 
         def trip(state: Any) -> Any:
-            outs, stats = self.run(loop.body, [*own, *state], address)
+            outs, stats = self.run(loop.body, [*consts, *state], address)
             return _split_as(state, outs), stats
 
-        def step(both: Any) -> Any:
-            state, stats = trip(both[0])
-            return state, jax.tree.map(jnp.maximum, both[1], stats)
+        def step(carry: Any) -> Any:
+            state, stats = trip(carry[0])
+            return state, jax.tree.map(jnp.maximum, carry[1], stats)
 
         # The loop carries the statistics. They begin at -inf: it may run no trip.
         start = self._start(lambda x: trip(x)[0], start, address)
@@ -378,12 +378,12 @@ class _Recorder:
 
     def _cond(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs the chosen branch; heads of other branches get -inf."""
-        (index, *args), every = inputs, {}
+        (index, *args), all_stats = inputs, {}
         like: list[Any] = [None] * len(eqn.outvars)
 
         def whole(run: Any, args: list[Any]) -> Any:
             outs, stats = run(args)
-            return _split_as(like, outs), _nothing(every) | stats
+            return _split_as(like, outs), _nothing(all_stats) | stats
 
         runs = [
             lambda args, body=body, i=i: self.run(body, args, address, i)
@@ -391,23 +391,23 @@ class _Recorder:
         ]
         for run in runs:
             outs, stats = jax.eval_shape(run, args)
-            like, every = _split_as(outs, like), every | stats
+            like, all_stats = _split_as(outs, like), all_stats | stats
         return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
     def _shard_map(self, eqn: Any, inputs: list[Any], address: Address):
         """Runs on each device: some mesh axes split the heads, others the batch."""
         body: Any = jaxprs.called(eqn)
-        own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
+        mesh_axes, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
         for n, layer in self._inside(address).items():
             # Loops and mesh axes outside of it are handled by their own equations.
             stack = [None for loop in layer.loops if loop[: len(address)] == address]
-            of_heads[n] = tuple(name for name in layer.devices if name in own)
+            of_heads[n] = tuple(name for name in layer.devices if name in mesh_axes)
             specs[n] = PartitionSpec(*stack, of_heads[n] or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, address)
             for n, x in stats.items():
-                over = tuple(a for a in own if a not in of_heads[n])
+                over = tuple(a for a in mesh_axes if a not in of_heads[n])
                 # With `check_vma`, `pmax` accepts only values that vary over its axes.
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
                 stats[n] = largest_of_devices(x, over) if over else x

@@ -27,9 +27,9 @@ class Routers:
     which entries are taken.
     """
 
-    def __init__(self, reader: Softmaxes, makers: Makers):
-        self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
-        self._makers = makers
+    def __init__(self, softmaxes: Softmaxes, makers: Makers):
+        self._softmaxes, self._makers = softmaxes, makers
+        self._facts, self._graph = softmaxes.facts, softmaxes.graph
         self.chosen = 0  # events whose outputs decide where activations go
         self._kept = 0  # events of keys, whose outputs linear attention keeps
         # Events whose outputs a weight takes as features, though an order cuts them.
@@ -47,29 +47,29 @@ class Routers:
         codes of a vector quantizer are sums over all outputs, and logits of heads are
         sums over some, so no kernel before them is a router.
         """
-        ends = fact.ends
-        for maker, _, all_marks in self._makers.of(atom, atom.each()) if ends else ():
+        makers = self._makers.of(atom, atom.each()) if fact.writers else ()
+        for eqn, _, all_marks in makers:
             lines = (x.ravel().tolist() for x in np.broadcast_arrays(*all_marks))
-            own = [x for x in zip(*lines, strict=True) if any(x)]
-            if any(map(is_varied, all_marks)) and len({*own}) == len(own):
-                self.chosen |= self._facts.event(maker) & ends
+            entries = [x for x in zip(*lines, strict=True) if any(x)]
+            if any(map(is_varied, all_marks)) and len({*entries}) == len(entries):
+                self.chosen |= self._facts.event(eqn) & fact.writers
 
     def note(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
-            # Entry by entry it is a gate of features and mixes nothing.
-            if eqn.kind is Kind.PRODUCT and not self._reader.is_repeated(eqn, i):
+            # A weight for each entry gates features and mixes nothing.
+            if eqn.kind is Kind.PRODUCT and not self._softmaxes.is_repeated(eqn, i):
                 continue
-            made = self._state(eqn, 1 - i)
+            states = self._state(eqn, 1 - i)
             # A key is no router: its softmax was seen where the key met a value.
-            for of in made:
-                for fact in self._facts.inputs(of):
-                    for _, router in self.of(fact.weights):
+            for product in states:
+                for fact in self._facts.inputs(product):
+                    for router in self.of(fact.weights):
                         self._kept |= self._facts.event(router)
-            for _, router in self.of(mine.weights & ~other.weights):
-                if not made:
+            for router in self.of(mine.weights & ~other.weights):
+                if not states:
                     self.chosen |= self._facts.event(router) & ~other.events
 
     def _state(self, eqn: Eqn, i: int) -> list[Eqn]:
@@ -77,53 +77,53 @@ class Routers:
 
         The state has the key's features along the dimensions that the product sums
         over, and the value's along the rest. A product of key and value made it, after
-        all products with weights. The outputs of experts have both from one array.
+        all products with weights. In outputs of experts, one array has both.
         """
         atom, dims = eqn.inputs()[i], range(len(eqn.inputs()[i].shape))
         if eqn.kind is Kind.PRODUCT:  # a sum follows the product
-            own, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
-            over = [a - atom.lead for a in own & others]
-            rest = [a - atom.lead for a in own - others]
+            axes, others = (self._varied(x) for x in (atom, eqn.inputs()[1 - i]))
+            over = [a - atom.lead for a in axes & others]
+            rest = [a - atom.lead for a in axes - others]
         else:
             over = [pair[i] for pair in eqn.contracted]
             rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
-        found: list[Eqn] = []
+        products: list[Eqn] = []
 
-        def is_output(of: Atom, marks: Marks) -> bool:
+        def is_output(atom: Atom, marks: Marks) -> bool:
             """Whether marks are along outputs of a kernel, as a key's features are.
 
             A norm is a product that repeats one operand, too, but along features.
             """
-            dims = (axis - of.lead for axis in varied(marks))
-            return any(d >= 0 and self._makers.is_output(of, d) for d in dims)
+            dims = (axis - atom.lead for axis in varied(marks))
+            return any(d >= 0 and self._makers.is_output(atom, d) for d in dims)
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            if (of := origin.eqn) is None:
+            if (eqn := origin.eqn) is None:
                 return
-            facts = self._facts.inputs(of)
-            if of.is_product and self._facts.weight_of(of) is not None:
+            facts = self._facts.inputs(eqn)
+            if eqn.is_product and self._facts.weight_of(eqn) is not None:
                 return
-            deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
-            if of.kind in MULTIPLIES and len(deep) == 2:
+            deep = [(j, f) for j, f in moves(eqn, origin.k) if facts[j].is_deep]
+            if eqn.kind in MULTIPLIES and len(deep) == 2:
                 sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 keys = zip(origin.all_marks, pairs[: len(over)], strict=False)
-                found.extend(
-                    of
+                products.extend(
+                    eqn
                     for marks, (a, b) in keys
                     if (a != b and (b, a) in of_rest)
-                    and is_output(of.inputs()[deep[b][0]], deep[b][1](marks))
+                    and is_output(eqn.inputs()[deep[b][0]], deep[b][1](marks))
                 )
             yield from ((j, None) for j, _ in deep)
 
         self._graph.back(atom, atom.numbered([*over, *rest]), ahead)
-        return found
+        return products
 
     def note_mixers(self, fact: Fact) -> int:
         """Notes the routers whose weights an activation is; returns their events."""
-        routers = (self._facts.event(eqn) for _, eqn in self.of(fact.weights))
-        mixers = union(routers) | fact.ends & self.chosen
+        routers = (self._facts.event(eqn) for eqn in self.of(fact.weights))
+        mixers = union(routers) | fact.writers & self.chosen
         self.chosen |= mixers
         return mixers
 
@@ -140,59 +140,59 @@ class Routers:
         if len(over) > 1 and eqn.name == "dot_general":  # experts and their inputs
             weighed = self.dims_of(atom)
             over = [d for d in over if d not in weighed]
-        made = union(self._facts.kernels_of(x) for x in members(self.chosen))
+        chosen_kernels = union(self._facts.kernels_of(x) for x in members(self.chosen))
 
-        def follow(of: Eqn, k: int) -> list[int]:
-            facts = [] if of.is_product else self._facts.inputs(of)
+        def follow(eqn: Eqn, k: int) -> list[int]:
+            facts = [] if eqn.is_product else self._facts.inputs(eqn)
             return [j for j, x in enumerate(facts) if x.is_deep]
 
-        # Where outputs are put in order, or back, their marks are lost: only these
-        # kernels may have made what is there.
+        # Sorting outputs, or putting them back, loses their marks. They count where
+        # only these kernels made them.
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
-            if (of := origin.eqn) and of.kind in _PLACES:
-                fact = self._facts.of(of.output(origin.k))
-                is_alone = fact.kernels > 0 and not fact.kernels & ~made
-                if is_alone and self._is_lost(origin, of):
-                    self._cut_features |= fact.ends
-        for maker, _, all_marks in self._makers.of(atom, atom.numbered(over)):
+            if (placing := origin.eqn) and placing.kind in _PLACES:
+                fact = self._facts.of(placing.output(origin.k))
+                is_alone = fact.kernels > 0 and not fact.kernels & ~chosen_kernels
+                if is_alone and self._is_lost(origin, placing):
+                    self._cut_features |= fact.writers
+        for product, _, all_marks in self._makers.of(atom, atom.numbered(over)):
             if any(map(is_varied, all_marks)):
-                self._cut_features |= self._facts.event(maker)
+                self._cut_features |= self._facts.event(product)
         self.chosen &= ~self._cut_features
 
-    def _is_lost(self, origin: Origin, of: Eqn) -> bool:
+    def _is_lost(self, origin: Origin, eqn: Eqn) -> bool:
         """Whether marks end at an equation.
 
         Tokens get places among an expert's inputs, but their features stay in order.
         """
-        facts = self._facts.inputs(of)
-        ways = [move for i, move in moves(of, origin.k) if facts[i] != Fact()]
+        facts = self._facts.inputs(eqn)
+        back = [move for i, move in moves(eqn, origin.k) if facts[i] != Fact()]
         return any(
-            is_varied(marks) and not any(is_varied(move(marks)) for move in ways)
+            is_varied(marks) and not any(is_varied(move(marks)) for move in back)
             for marks in origin.all_marks
         )
 
-    def of(self, bits: int) -> list[tuple[int, Eqn]]:
+    def of(self, bits: int) -> list[Eqn]:
         """Returns the products with a weight over whose outputs a softmax is taken."""
-        found = []
-        for k in members(bits):
-            eqn = self._facts.products[1 << k]
+        routers = []
+        for bit in (1 << k for k in members(bits)):
+            eqn = self._facts.products[bit]
             is_product = eqn.kind is Kind.CONTRACTION
             i = self._facts.weight_of(eqn) if is_product else None
             if i is None or not self._facts.event(eqn):
                 continue
             others = eqn.to[1 - i]
             free = {d for d in eqn.to[i] if d is not None and d not in others}
-            for bits, (atom, axes) in self._reader.sums:
-                if not bits & 1 << k:
+            lead = len(eqn.frame.lead)
+            for summed, (atom, axes) in self._softmaxes.sums:
+                if not summed & bit:
                     continue
-                all_marks, _ = self._reader.to_product(
-                    atom, atom.numbered(axes), 1 << k
+                all_marks, _ = self._softmaxes.to_product(
+                    atom, atom.numbered(axes), bit
                 )
-                inner = len(eqn.frame.lead)
-                if any(x.shape[inner + d] > 1 for x in all_marks or () for d in free):
-                    found.append((1 << k, eqn))
+                if any(x.shape[lead + d] > 1 for x in all_marks or () for d in free):
+                    routers.append(eqn)
                     break
-        return found
+        return routers
 
     def _varied(self, atom: Atom) -> set[int]:
         """Returns the axes of an array's marks along which it may be no copy."""
@@ -222,9 +222,9 @@ class Routers:
                 is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
                 is_gate = (routed[i] and is_least) or self.of(facts[i].weights)
                 if is_product and others and is_gate:
-                    axes = varied[i]
-                    own = enumerate(map(move, origin.all_marks))
-                    dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
+                    for d, marks in enumerate(map(move, origin.all_marks)):
+                        if any(marks.shape[a] > 1 for a in varied[i]):
+                            dims.add(d)
                 elif facts[i].is_deep:
                     yield i, None
 

@@ -51,8 +51,8 @@ Sum = tuple[Summand, ...]
 
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
-# Arrays that are put together, as separate layers are, make no long sum: each entry has
-# the summands of one array. The search follows more arrays than summands.
+# Arrays that are put together, as separate layers are, make no long sum, since each
+# entry has the summands of one array. Up to `_MOST_APART` of these are followed.
 _MOST_SUMMANDS = 12
 _MOST_APART = 1 << 13
 
@@ -67,7 +67,7 @@ def never(kernel: AllMarks, other: AllMarks) -> bool:
 # The search multiplies out at most this many nested products.
 _DEEPEST = 4
 
-# The search follows at most this many equations in a row: each is a few calls deep.
+# The most equations in a row: the search recurses a few calls deep at each.
 _LONGEST = 80
 
 _SUMS = (Kind.SUM, Kind.DIFFERENCE)
@@ -97,7 +97,7 @@ class Scaling:
 
     def __init__(self, graph: Graph, facts: Facts):
         self._graph, self._facts = graph, facts
-        self._known: dict[Any, Sum] = {}
+        self._sums: dict[Any, Sum] = {}
 
     def of(
         self,
@@ -112,32 +112,32 @@ class Scaling:
         true, the search does not follow the operand. It also stops after `deepest`
         nested products.
         """
-        # Known sums hold only for the same marks and limits, so each call starts anew.
-        # Without them, a residual stream would be followed once for each way to it.
-        self._known = {}
+        # Sums hold for these marks and limits only, so each call starts without any.
+        # Otherwise a residual stream would be followed once for each route to it.
+        self._sums = {}
         return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
 
-    def _of(self, atom: Atom, way: Walk) -> Sum:
-        key = atom, way.depth, *map(key_of, way.all_marks)
-        if key not in self._known:
-            found: list[Summand] = []
-            if way.steps > _LONGEST:
+    def _of(self, atom: Atom, walk: Walk) -> Sum:
+        key = atom, walk.depth, *map(key_of, walk.all_marks)
+        if key not in self._sums:
+            summands: list[Summand] = []
+            if walk.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
-            for origin in self._graph.origins(atom, way.all_marks, way.seen):
+            for origin in self._graph.origins(atom, walk.all_marks, walk.seen):
+                all_marks = origin.all_marks
                 if origin.parameter is not None:
-                    found.append(Summand((Factor(origin.parameter, origin.all_marks),)))
+                    summands.append(Summand((Factor(origin.parameter, all_marks),)))
                 elif origin.eqn is not None:
-                    all_marks, seen = origin.all_marks, origin.seen
-                    after = way._replace(
-                        all_marks=all_marks, seen=seen, steps=way.steps + 1
+                    next_walk = walk._replace(
+                        all_marks=all_marks, seen=origin.seen, steps=walk.steps + 1
                     )
-                    found += self._equation(origin.eqn, origin.k, after)
+                    summands += self._equation(origin.eqn, origin.k, next_walk)
                 elif origin.atom is not None and not origin.atom.is_zero:
-                    found.append(Summand((), ADDED))
-            self._known[key] = summed(found)
-        return self._known[key]
+                    summands.append(Summand((), ADDED))
+            self._sums[key] = summed(summands)
+        return self._sums[key]
 
-    def _equation(self, eqn: Eqn, k: int, way: Walk) -> Iterable[Summand]:
+    def _equation(self, eqn: Eqn, k: int, walk: Walk) -> Iterable[Summand]:
         inputs, facts, kind = eqn.inputs(), self._facts.inputs(eqn), eqn.kind
         why = (
             f"{eqn.name} at {eqn.line}, which is not linear, stands between the "
@@ -150,26 +150,26 @@ class Scaling:
         if not back:
             return [Summand((), why)]
         if kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION):
-            return self._product(eqn, facts, back, way)
+            return self._product(eqn, facts, back, walk)
         if kind.is_bent:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
-            made = (
-                self._operand(eqn, i, back[i], way) for i in back if facts[i].leaves
+            sums = (
+                self._operand(eqn, i, back[i], walk) for i in back if facts[i].leaves
             )
-            return [unscaled([s for x in made for s in x], why)]
-        taken = self._finite_case(eqn) if kind is Kind.CHOICE else None
-        found: list[Summand] = []
+            return [unscaled([s for x in sums for s in x], why)]
+        finite_case = self._finite_case(eqn) if kind is Kind.CHOICE else None
+        summands: list[Summand] = []
         for i, move in back.items():
-            if (taken is None or i == taken) and not inputs[i].is_zero:
-                own = self._operand(eqn, i, move, way)
-                if own and not facts[i].leaves:
+            if (finite_case is None or i == finite_case) and not inputs[i].is_zero:
+                operand = self._operand(eqn, i, move, walk)
+                if operand and not facts[i].leaves:
                     is_shift = any(fact.is_weight for fact in facts)
                     if kind is Kind.LARGER:
-                        own = (Summand((), why),)
+                        operand = (Summand((), why),)
                     elif is_shift and not facts[i].has_data and kind in _SUMS:
-                        own = (Summand((), SHIFTED),)
-                found += self._note_event(eqn, facts[i], own)
-        return found
+                        operand = (Summand((), SHIFTED),)
+                summands += self._note_event(eqn, facts[i], operand)
+        return summands
 
     def _added(self, atom: Atom) -> str:
         """Returns what an array without parameters is, as a reason."""
@@ -179,48 +179,49 @@ class Scaling:
         def follow(eqn: Eqn, k: int) -> Iterable[int]:
             return () if eqn.is_slope else range(len(eqn.inputs()))
 
-        made = self._graph.walk(atom, atom.whole, follow)
-        return SLOPE if any(x.eqn and x.eqn.is_slope for x in made) else ADDED
+        origins = self._graph.walk(atom, atom.whole, follow)
+        return SLOPE if any(x.eqn and x.eqn.is_slope for x in origins) else ADDED
 
-    def _operand(self, eqn: Eqn, i: int, move: Move, way: Walk) -> Sum:
-        own = way._replace(all_marks=tuple(map(move, way.all_marks)))
-        found = self._of(eqn.inputs()[i], own)
-        if self._facts.of(eqn.output()).is_weight and _is_any(eqn, i):
-            picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
+    def _operand(self, eqn: Eqn, i: int, move: Move, walk: Walk) -> Sum:
+        next_walk = walk._replace(all_marks=tuple(map(move, walk.all_marks)))
+        summands = self._of(eqn.inputs()[i], next_walk)
+        if self._facts.of(eqn.output()).is_weight and _has_unknown_index(eqn, i):
+            picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in summands)
             return tuple(picked)
-        return found
+        return summands
 
     def _note_event(
-        self, eqn: Eqn, fact: Fact, found: Sum, is_kernel: bool = False
+        self, eqn: Eqn, fact: Fact, summands: Sum, is_kernel: bool = False
     ) -> Sum:
         """Notes this equation in the factors that were still a parameter here."""
         event = self._facts.event(eqn)
         if not (fact.is_weight and (event or is_kernel)):
-            return found
+            return summands
 
-        def of(f: Factor) -> Factor:
+        def noted(f: Factor) -> Factor:
             is_one = f.is_kernel or is_kernel
             return f._replace(event=f.event or event, is_kernel=is_one)
 
-        return tuple(s.changed(of) for s in found)
+        return tuple(s.changed(noted) for s in summands)
 
     def _product(
-        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], way: Walk
+        self, eqn: Eqn, facts: list[Fact], back: dict[int, Move], walk: Walk
     ) -> Iterable[Summand]:
         """Multiplies each summand of one operand with each summand of the other."""
         is_matrix = eqn.kind is Kind.CONTRACTION
         is_quotient = eqn.kind is Kind.QUOTIENT
 
         def side(i: int, deeper: int = 0) -> Sum:
-            own = way._replace(depth=way.depth + deeper)
-            found = self._operand(eqn, i, back[i], own)
-            found = self._note_event(
-                eqn, facts[i], found, is_matrix and facts[i].is_weight
+            next_walk = walk._replace(depth=walk.depth + deeper)
+            summands = self._operand(eqn, i, back[i], next_walk)
+            summands = self._note_event(
+                eqn, facts[i], summands, is_matrix and facts[i].is_weight
             )
             if is_quotient and i == 1:
-                return (unscaled(found, NORMED),)
-            other = facts[1 - i]
-            return tuple(_apart(s, other) for s in found) if other.leaves else found
+                return (unscaled(summands, NORMED),)
+            if not (other := facts[1 - i]).leaves:
+                return summands
+            return tuple(_apart(s, other) for s in summands)
 
         if not (facts[0].leaves and facts[1].leaves):
             return side(0 if facts[0].leaves else 1)
@@ -232,35 +233,35 @@ class Scaling:
         one, two = (1, 0) if is_second else (0, 1)
         first = side(one)
         if is_weight[one] and is_matrix and first and all(s.linear for s in first):
-            other = tuple(map(back[two], way.all_marks))
-            if all(way.is_last(s.linear[0].all_marks, other) for s in first):
+            other = tuple(map(back[two], walk.all_marks))
+            if all(walk.is_last(s.linear[0].all_marks, other) for s in first):
                 return first
         # The factor of a norm depends on nothing but the array that it normalizes.
         is_norm = not (
             facts[two].events & ~facts[one].events
             or facts[two].leaves & ~facts[one].leaves
         )
-        if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
+        if (is_norm and not is_weight[one]) or walk.depth >= walk.deepest:
             return first
         second = side(two, deeper=1)
         pairs = list(itertools.product(first, second))
         if 2 * _MOST_SUMMANDS < len(pairs) <= _MOST_APART:
-            sides = [[(x, _groups(x)) for x in found] for found in (first, second)]
+            sides = [[(x, _groups(x)) for x in terms] for terms in (first, second)]
             both = itertools.product(*sides)
             pairs = [(x, y) for (x, a), (y, b) in both if not _are_apart(a, b)]
-        made = [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
+        products = [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
         # Each summand needs only one factor, and either side has one for all of them.
-        if _is_long(made, 2 * _MOST_SUMMANDS):
+        if _is_long(products, 2 * _MOST_SUMMANDS):
             return first if len(first) <= len(second) else second
-        return made
+        return products
 
     def _finite_case(self, eqn: Eqn) -> int | None:
         """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
         # The operands of `select_n` are the condition, the case for False, for True.
-        made = self._graph.made_by(eqn.inputs()[0])
-        if len(made) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
+        eqns = self._graph.made_by(eqn.inputs()[0])
+        if len(eqns) != 1 or len(eqn.jaxpr_eqn.invars) != 3:
             return None
-        test, args = made[0], made[0].inputs()
+        test, args = eqns[0], eqns[0].inputs()
         if test.name == "is_finite":
             return 2
         is_nan = test.name == "ne" and args[0] == args[1]
@@ -276,58 +277,58 @@ def _apart(summand: Summand, other: Fact) -> Summand:
     In `x * rsqrt(var(x))`, the kernel that made `x` does not scale the product.
     """
 
-    def of(f: Factor) -> Factor:
+    def judged(f: Factor) -> Factor:
         same = other.events & f.event if f.event else other.leaves >> f.parameter & 1
         return f._replace(is_linear=f.is_linear and not same)
 
-    found = summand.changed(of)
-    is_lost = summand.linear and not found.linear
-    return found._replace(why=NORMED) if is_lost else found
+    result = summand.changed(judged)
+    is_lost = summand.linear and not result.linear
+    return result._replace(why=NORMED) if is_lost else result
 
 
 def unscaled(summands: Iterable[Summand], why: str) -> Summand:
     """Returns one summand without linear factors, which still shows where axes are."""
     summands = list(summands)
-    found: dict[Any, Factor] = {}
+    merged: dict[Any, Factor] = {}
     for s in summands:
         for f in s.factors:
             key = f.parameter, f.event
-            found[key] = _joined(found[key], f) if key in found else f
-    factors = tuple(f._replace(is_linear=False) for f in found.values())
+            merged[key] = _joined(merged[key], f) if key in merged else f
+    factors = tuple(f._replace(is_linear=False) for f in merged.values())
     reasons = [s.why for s in summands if s.why not in ("", ADDED)]
     return Summand(factors, reasons[0] if reasons else why)
 
 
 def summed(summands: Iterable[Summand]) -> Sum:
     """Returns a sum in which summands with the same factors are merged."""
-    found: dict[Any, Summand] = {}
+    merged: dict[Any, Summand] = {}
     for s in summands:
         # Merging x with mean(x) would hide along which axes the marks of x vary.
         axes = ([n > 1 for x in f.all_marks for n in x.shape] for f in s.factors)
-        own = ((f[0], *f[2:5], *of) for f, of in zip(s.factors, axes, strict=True))
-        key = tuple(own) or s.why
-        if key in found:
-            pairs = zip(found[key].factors, s.factors, strict=True)
+        factors = ((f[0], *f[2:5], *x) for f, x in zip(s.factors, axes, strict=True))
+        key = tuple(factors) or s.why
+        if key in merged:
+            pairs = zip(merged[key].factors, s.factors, strict=True)
             s = Summand(tuple(_joined(*pair) for pair in pairs), s.why)
-        found[key] = s
-    if _is_long([*found.values()], _MOST_SUMMANDS):
-        return (unscaled(found.values(), "a sum of too many summands made"),)
-    return tuple(found.values())
+        merged[key] = s
+    if _is_long([*merged.values()], _MOST_SUMMANDS):
+        return (unscaled(merged.values(), "a sum of too many summands made"),)
+    return tuple(merged.values())
 
 
 #: The factors of a summand, each with the union of its marks and whether it is exact. A
-#: summand is where each group of factors is; a group is where one of its factors is.
+#: summand has the entries that all groups have; a group, those of any of its factors.
 _Groups = list[list[list[tuple[int, bool]]]]
 
 
 def _groups(summand: Summand) -> _Groups:
-    own = [
+    factors = [
         [(total(x), x.dtype.kind == "O") for x in f.all_marks]
         for f in summand.linear or summand.factors
     ]
     # After something nonlinear, such as a norm of several kernels that are put
     # together, factors need not meet.
-    return [[x] for x in own] if summand.linear else [own] if own else []
+    return [[x] for x in factors] if summand.linear else [factors] if factors else []
 
 
 def _are_apart(a: _Groups, b: _Groups) -> bool:
@@ -361,13 +362,13 @@ def _joined(a: Factor, b: Factor) -> Factor:
     )
 
 
-def _is_any(eqn: Eqn, i: int) -> bool:
+def _has_unknown_index(eqn: Eqn, i: int) -> bool:
     """Returns whether an unknown index says where a parameter's entries are.
 
     An index picks one kernel of a stack, or some, but reads all rows of a table of
     positions. In an array that is updated it says where the parameter goes.
     """
-    of, *others = eqn.inputs()
+    operand, *others = eqn.inputs()
     if eqn.name == "gather" and i == 0:
         return index_of(eqn) is None
     if eqn.name.startswith("scatter") and i == 2:
@@ -376,6 +377,6 @@ def _is_any(eqn: Eqn, i: int) -> bool:
     if not is_update and (eqn.name != "dynamic_slice" or i):
         return False
     starts, cut = (others[1:], others[0]) if is_update else (others, eqn.output())
-    dims = zip(cut.shape, of.shape, starts, strict=True)
-    is_stack = len(of.shape) > 2
+    dims = zip(cut.shape, operand.shape, starts, strict=True)
+    is_stack = len(operand.shape) > 2
     return any((n == 1 or is_stack) and n < m and x.value is None for n, m, x in dims)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cells import agreed, Cells, classes, Rows, Trips, varied_loops
+from .cells import agreed, Cells, classes_of, Rows, Trips, varied_loops
 from .fact import members
 from .graph import Atom
 from .heads_of_products import HeadMap
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
     def without_picks(self) -> "Pair":
         """Returns the pair without a side that data picks, if the other can do alone.
 
-        As adapters that are looked up for each example: no clip knows which.
+        No clip knows which of the adapters that are looked up for each example.
         """
         sides = self.query, self.key
         picked = [any(part.why == PICKED for part in side) for side in sides]
@@ -97,11 +97,11 @@ class Divider:
 
     def _marked(self, sides: Sides) -> Sides:
         """Returns sides whose summands have marks of the trips of loops over layers."""
-        made = [self.sum_of(x, [self.trips.marks(x.atom)]) for x in sides.sides]
-        return sides._replace(sums=made)
+        sums = [self.sum_of(x, [self.trips.marks(x.atom)]) for x in sides.sides]
+        return sides._replace(sums=sums)
 
     def divide(
-        self, every: Sequence[Sides], others: Sequence[Sides] = ()
+        self, regions: Sequence[Sides], others: Sequence[Sides] = ()
     ) -> list[LayerCells]:
         """Divides the cells of products into layers, each with the pairs that scale it.
 
@@ -110,65 +110,65 @@ class Divider:
         further summands that tell cells apart.
         """
         loops: dict[Any, Lead] = {}
-        for x in (x for sides in (*every, *others) for x in sides.sides):
-            around = [y for y in x.atom.frame.lead if y.is_loop and y.size > 1]
-            around = [y for y in around if y.of not in self.loops_of_heads]
+        for x in (x for sides in (*regions, *others) for x in sides.sides):
+            around = [y for y in x.atom.loops if y.name not in self.loops_of_heads]
             marks = [numbered(x.atom.rank, y.axis, y.size) for y in around]
             if around:
                 varied = varied_loops(self.sum_of(x, marks), around)
-                loops |= {y.of: y for y in varied}
+                loops |= {y.name: y for y in varied}
         self.trips = trips = Trips(tuple(sorted(loops.values())))
         if trips.number > LONGEST:
             self.refusals.append(f"its loops have {trips.number} trips")
             self.trips = trips = Trips()
         if trips.loops:
-            every, others = ([self._marked(x) for x in of] for of in (every, others))
-        number = max(x.heads.number for x in every)
-        cells = classes([y for x in (*every, *others) for y in x.sums], trips, number)
+            regions, others = ([self._marked(x) for x in y] for y in (regions, others))
+        number = max(x.heads.number for x in regions)
+        all_sums = [y for x in (*regions, *others) for y in x.sums]
+        cell_classes = classes_of(all_sums, trips, number)
         # Summands that a clip does not scale make no difference.
-        for i in (0, 1) if len(cells) > 1 else ():
+        for i in (0, 1) if len(cell_classes) > 1 else ():
             groups: dict[Any, Cells] = {}
-            for one in cells:
-                sums = (y for x in every for y in x.sums)
-                parts = (parts_in(y, one, self._frozen) for y in sums)
-                key = one[i], *(x.parameters for x in parts)
-                old = groups.get(key, one)
-                groups[key] = Cells(old.trips | one.trips, old.heads | one.heads)
-            cells = list(groups.values())
-        found: list[LayerCells] = []
-        for one in cells:
-            if (layer := self._class(every, one)) is not None:
-                found.append(layer)
+            for cells in cell_classes:
+                sums = (y for x in regions for y in x.sums)
+                parts = (parts_in(y, cells, self._frozen) for y in sums)
+                key = cells[i], *(x.parameters for x in parts)
+                old = groups.get(key, cells)
+                groups[key] = Cells(old.trips | cells.trips, old.heads | cells.heads)
+            cell_classes = list(groups.values())
+        classes: list[LayerCells] = []
+        for cells in cell_classes:
+            if (layer := self._class(regions, cells)) is not None:
+                classes.append(layer)
                 continue
-            for t in members(one.trips):
-                layer = self._class(every, one._replace(trips=1 << t))
+            for t in members(cells.trips):
+                layer = self._class(regions, cells._replace(trips=1 << t))
                 if layer is None:
                     why = "the layers of its loops cannot be distinguished"
                     self.refusals.append(why)
                 else:
-                    found.append(layer)
-        return sorted(found, key=lambda x: [y & -y for y in x.cells])
+                    classes.append(layer)
+        return sorted(classes, key=lambda x: [y & -y for y in x.cells])
 
-    def _class(self, every: Sequence[Sides], cells: Cells) -> LayerCells | None:
+    def _class(self, regions: Sequence[Sides], cells: Cells) -> LayerCells | None:
         """Returns the layer of some cells; `None` if its leaves are no stack."""
         pairs, rows = list[Pair](), list[Rows]()
         makers, events = set[int](), (set[int](), set[int]())
-        for sides in every:
+        for sides in regions:
             out, whys = [], []
-            for side, found in zip(sides.sides, sides.sums, strict=True):
-                parts = parts_in(found, cells, self._frozen)
+            for side, summands in zip(sides.sides, sides.sums, strict=True):
+                parts = parts_in(summands, cells, self._frozen)
                 makers |= parts.makers
                 events[side.role].update(parts.events)
                 if parts.is_unsure:
                     self.refusals.append("a parameter's entries are in several heads")
-                own = []
-                for parameter, entries in (parts.whole or {}).items():
-                    if (of_leaf := entries.rows(cells)) is None:
+                scaled = []
+                for parameter, entries in (parts.scaled or {}).items():
+                    if (leaf_rows := entries.rows(cells)) is None:
                         return None
-                    rows.append(of_leaf)
-                    is_picked = parameter in parts.picked
-                    own.append(scaled_entries(parameter, of_leaf, cells, is_picked))
-                out.append(None if parts.whole is None else own)
+                    rows.append(leaf_rows)
+                    picked = parameter in parts.picked
+                    scaled.append(scaled_entries(parameter, leaf_rows, cells, picked))
+                out.append(None if parts.scaled is None else scaled)
                 whys.append(parts.why)
             if [] in out:
                 continue  # zeros contribute nothing

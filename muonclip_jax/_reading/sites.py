@@ -76,10 +76,10 @@ class Site:
         axes = [i for i in range(x.ndim) if i not in self.dims]
         cut = [_cut(x, box) for box in self.boxes] or [x]
         parts = [largest(part, axes).ravel() for part in cut]
-        found = functools.reduce(jnp.maximum, parts)  # NaN if any part is
+        maxima = functools.reduce(jnp.maximum, parts)  # NaN if any part is
         if self.blocks:
-            found = largest(found.reshape(self.blocks), (0, 2))
-        return largest(found[self.rows], 1) * self.factor
+            maxima = largest(maxima.reshape(self.blocks), (0, 2))
+        return largest(maxima[self.rows], 1) * self.factor
 
     def in_symbols(self, other: "Site", twins: Sequence[Twin]) -> "Site | None":
         """Returns the site of the original, from the sites of both of its twins.
@@ -105,8 +105,8 @@ class Site:
         return new if is_clear else None
 
     def _form(self) -> tuple[Any, ...]:
-        own = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
-        return self.eqn.address, *own, self.biases
+        layout = self.operand, self.axes, self.dims, str(self.factor), len(self.boxes)
+        return self.eqn.address, *layout, self.biases
 
     def _blocks(self) -> tuple[int, int, np.ndarray]:
         """Returns the smallest `n` with the largest `size`, as for `blocks`; `rows`."""
@@ -130,11 +130,11 @@ def _slice(
     """Returns a slice of a dimension of the original, from those of both twins."""
     ends = []
     for i in (0, 1):
-        at = one.indices(n)[i], other.indices(m)[i]
-        end = written(twins, at)
+        ends_of_twins = one.indices(n)[i], other.indices(m)[i]
+        end = written(twins, ends_of_twins)
         if end is None:  # counted from the end, it may have a form
             whole = written(twins, (n, m))
-            rest = written(twins, (n - at[0], m - at[1]))
+            rest = written(twins, (n - ends_of_twins[0], m - ends_of_twins[1]))
             if rest is None:
                 return None
             end = whole - rest
@@ -144,10 +144,10 @@ def _slice(
 
 def _cut(x: jax.Array, box: tuple[slice, ...]) -> jax.Array:
     """Returns a part of an array, whose ends may be symbolic."""
-    starts = [at.start or 0 for at in box]
+    starts = [part.start or 0 for part in box]
     both = zip(box, x.shape, strict=True)
     return jax.lax.slice(
-        x, starts, [n if at.stop is None else at.stop for at, n in both]
+        x, starts, [n if part.stop is None else part.stop for part, n in both]
     )
 
 
@@ -155,88 +155,91 @@ class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
-Read = Sequence[tuple[Product, HeadMap]]
+HeadMaps = Sequence[tuple[Product, HeadMap]]
 
 
 def sites_of(
-    reader: Softmaxes, read: Read, exps: Sequence[Eqn], bits: int
+    softmaxes: Softmaxes, head_maps: HeadMaps, exps: Sequence[Eqn], bits: int
 ) -> tuple[list[Site], list[Route]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
     There is one site if all logits are joined, and one for each tile of keys if not.
     """
-    if named := _statistic(reader, read[-1][0]):
+    if named := _statistic(softmaxes, head_maps[-1][0]):
         return [named], []
     sites: dict[Atom, Site] = {}
-    ways: list[Route] = []
-    left = bits
+    routes: list[Route] = []
+    facts, missing = softmaxes.facts, bits
     for exp in exps:
-        site = _entrance(reader, exp, bits)
+        site = _entrance(softmaxes, exp, bits)
         if site is None or site.atom in sites:
             continue
-        fact = reader.facts.value(site.atom)
-        here = [x for x in read if reader.facts.product(x[0].eqn) & fact.products]
+        fact = facts.value(site.atom)
+        here = [x for x in head_maps if facts.product(x[0].eqn) & fact.products]
         if here:
             sites[site.atom] = site
-            ways += _ways(reader, here, site, bits)
-            left &= ~fact.products
-    if left or not sites:
+            routes += _routes(softmaxes, here, site, bits)
+            missing &= ~fact.products
+    if missing or not sites:
         raise Unclear(_LOST)
-    return [*sites.values()], ways
+    return [*sites.values()], routes
 
 
 _LOST = "could not be followed into the softmax"
 
 
-def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Route]:
+def _routes(
+    softmaxes: Softmaxes, head_maps: HeadMaps, site: Site, bits: int
+) -> list[Route]:
     """Returns the paths of products to a site, and notes in it where heads are."""
-    product, heads = read[-1]
-    atom, bits_of = site.atom, [reader.facts.product(x.eqn) for x, _ in read]
-    all_marks, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
+    product, heads = head_maps[-1]
+    atom, bits_of = site.atom, [softmaxes.facts.product(x.eqn) for x, _ in head_maps]
+    all_marks, _ = softmaxes.to_product(atom, atom.each() or atom.whole, bits_of[-1])
     if all_marks is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
     # Some of these entries may belong to no head, which `is_varied` would not see.
     marked = [{*union_but(x, of_heads).ravel().tolist()} for x in all_marks]
     dims = enumerate(zip(atom.shape, marked, strict=False))
-    site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
-    site.rows, path = _rows(reader, site, product, heads)
-    ways = [reader.to_product(atom, atom.whole, bit)[1] for bit in bits_of[:-1]]
-    ways.append(path)
-    if any(way.joins for way in ways):
+    site.dims = tuple(d for d, (n, masks) in dims if n > 1 and len(masks) > 1)
+    site.rows, route = _rows(softmaxes, site, product, heads)
+    routes = [softmaxes.to_product(atom, atom.whole, bit)[1] for bit in bits_of[:-1]]
+    routes.append(route)
+    if any(route.joins for route in routes):
         # Joining the logits of a query with several kinds of keys, such as keys and
         # their means, is fine. Logits joined along the axis of heads have different
         # heads in each product, so they are not one layer.
-        if any(not np.array_equal(_rows(reader, site, *x)[0], site.rows) for x in read):
+        rows = (_rows(softmaxes, site, *x)[0] for x in head_maps)
+        if any(not np.array_equal(x, site.rows) for x in rows):
             raise Refused(
                 "logits of several products are joined, each of other heads: give each "
                 "of them a softmax of its own"
             )
-        site.boxes = [_box(reader, site, bit) for bit in bits_of]
+        site.boxes = [_box(softmaxes, site, bit) for bit in bits_of]
         if (slice(None),) * len(atom.shape) in site.boxes:  # logits fill the operand
             site.boxes = []
-    _note_biases(reader, site, ways, bits)
-    return ways
+    _note_biases(softmaxes, site, routes, bits)
+    return routes
 
 
 def _note_biases(
-    reader: Softmaxes, site: Site, ways: Sequence[Route], bits: int
+    softmaxes: Softmaxes, site: Site, routes: Sequence[Route], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
-    every = [eqn for path in ways for eqn in path.eqns]
-    way: dict[Address, set[int]] = {eqn.address: set() for eqn in every}
-    for eqn, i in (added for path in ways for added in path.added):
-        fact = reader.facts.value(eqn.inputs()[i])
+    eqns = [eqn for route in routes for eqn in route.eqns]
+    biases: dict[Address, set[int]] = {eqn.address: set() for eqn in eqns}
+    for eqn, i in (added for route in routes for added in route.added):
+        fact = softmaxes.facts.value(eqn.inputs()[i])
         if not (fact.products | fact.pairs) & bits:
-            way[eqn.address].add(i)
-            one = -1 if fact.sole is None else fact.sole
-            if made := members(fact.leaves) if one < 0 else [one]:
-                site.added.setdefault(eqn.line, set()).update(made)
-    if any(way.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in every):
-        site.biases = way
+            biases[eqn.address].add(i)
+            kernel = fact.only_kernel
+            if parameters := members(fact.leaves) if kernel is None else [kernel]:
+                site.added.setdefault(eqn.line, set()).update(parameters)
+    if any(biases.values()) or any(eqn.kind is Kind.SOFTCAP for eqn in eqns):
+        site.biases = biases
 
 
-def _statistic(reader: Softmaxes, product: Product) -> Site | None:
+def _statistic(softmaxes: Softmaxes, product: Product) -> Site | None:
     """Returns the equation that names a kernel's maxima as the statistic, if any."""
     frame = product.eqn.frame
     while frame.kind != "kernel":
@@ -245,15 +248,15 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
         frame = frame.caller.frame
     call: Any = frame.caller
     rule: Any = kernels.rule_of(call.jaxpr_eqn)
-    for eqn in reader.equations if isinstance(rule.maxima, int) else ():
+    for eqn in softmaxes.equations if isinstance(rule.maxima, int) else ():
         if jaxprs.is_statistic(eqn.jaxpr_eqn):
             (atom,) = eqn.inputs()
-            if any(x.eqn is call for x in reader.graph.walk(atom, atom.whole)):
+            if any(x.eqn is call for x in softmaxes.graph.walk(atom, atom.whole)):
                 return Site(eqn)
     return None
 
 
-def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
+def _entrance(softmaxes: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """Goes back from an exponential to its operand before it was shifted.
 
     A softmax subtracts the maximum of its logits, their log-sum-exp, or any other
@@ -262,38 +265,38 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
-    found = Site(exp, factor=factor, operand=len(exp.jaxpr_eqn.invars) - 1)
+    site = Site(exp, factor=factor, operand=len(exp.jaxpr_eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
-        made = reader.graph.made_by(atom)
-        if len(made) != 1 or reader.facts.product(made[0]) & bits:
-            return found
-        (eqn,), inputs = made, made[0].inputs()
-        facts = reader.facts.inputs(eqn)
-        own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if eqn.kind is Kind.LOGARITHM or (eqn.kind is Kind.LARGER and len(own) > 1):
+        eqns = softmaxes.graph.made_by(atom)
+        if len(eqns) != 1 or softmaxes.facts.product(eqns[0]) & bits:
+            return site
+        (eqn,), inputs = eqns, eqns[0].inputs()
+        kind, facts = eqn.kind, softmaxes.facts.inputs(eqn)
+        operands = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
+        if kind is Kind.LOGARITHM or (kind is Kind.LARGER and len(operands) > 1):
             return None
-        if not own or not moves(eqn, 0):
-            return found
-        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT)
-        if is_scaled and len(own) > 1:
-            return found  # logits divided by their own spread are not shifted
-        if eqn.kind is Kind.DIFFERENCE and own[0] == 0:
-            if maxima := reader.maxima(inputs[1], facts[0].products & bits):
+        if not operands or not moves(eqn, 0):
+            return site
+        is_scaled = kind in (Kind.PRODUCT, Kind.QUOTIENT)
+        if is_scaled and len(operands) > 1:
+            return site  # logits divided by their own spread are not shifted
+        if kind is Kind.DIFFERENCE and operands[0] == 0:
+            if maxima := softmaxes.maxima(inputs[1], facts[0].products & bits):
                 # A maximum of segments, by a scatter, has no axis of its own.
                 axes = maxima[0].axes
-                found = Site(maxima[0] if axes else eqn, axes, factor=factor)
-            elif own == [0, 1] or reader.maxima(inputs[1], bits):
-                found = Site(eqn, factor=factor)
+                site = Site(maxima[0] if axes else eqn, axes, factor=factor)
+            elif operands == [0, 1] or softmaxes.maxima(inputs[1], bits):
+                site = Site(eqn, factor=factor)
         elif is_scaled:
-            number = inputs[1 - own[0]].number
+            number = inputs[1 - operands[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
-            factor = factor * number if eqn.kind is Kind.PRODUCT else factor / number
-        atom = inputs[own[-1] if eqn.kind is Kind.CHOICE else own[0]]
+            factor = factor * number if kind is Kind.PRODUCT else factor / number
+        atom = inputs[operands[-1] if kind is Kind.CHOICE else operands[0]]
 
 
 def _rows(
-    reader: Softmaxes, site: Site, product: Product, heads: HeadMap
+    softmaxes: Softmaxes, site: Site, product: Product, heads: HeadMap
 ) -> tuple[np.ndarray, Route]:
     """Returns `Site.rows` for a product, and the path from the product to the site."""
     atom = site.atom
@@ -304,24 +307,24 @@ def _rows(
     )
     if count > 1 << 14:
         raise Unclear(cannot)
-    own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
-    marks = numbered(1, 0, count, exact=True).reshape([1] * atom.lead + own)
-    bit = reader.facts.product(product.eqn)
-    all_marks, path = reader.to_product(atom, (marks,), bit)
+    sizes = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
+    marks = numbered(1, 0, count, exact=True).reshape([1] * atom.lead + sizes)
+    bit = softmaxes.facts.product(product.eqn)
+    all_marks, route = softmaxes.to_product(atom, (marks,), bit)
     assert all_marks is not None
     # Each product has its own axes of heads: one with skewed relative positions may
     # order them differently.
-    found = union_but(all_marks[0], [a for a in heads.axes if a >= product.lead])
-    local = heads.marks
+    entry_marks = union_but(all_marks[0], [a for a in heads.axes if a >= product.lead])
+    head_marks = heads.marks
     # On a mesh each device has its own heads: take those of the first device.
-    for lead_of in product.eqn.frame.lead:
-        if lead_of.axis in heads.axes:
-            local = local.take([0], lead_of.axis)
-    of: dict[int, int] = {}
-    both = (x.ravel().tolist() for x in np.broadcast_arrays(found, local))
+    for lead in product.eqn.frame.lead:
+        if lead.axis in heads.axes:
+            head_marks = head_marks.take([0], lead.axis)
+    entries_of: dict[int, int] = {}
+    both = (x.ravel().tolist() for x in np.broadcast_arrays(entry_marks, head_marks))
     for entries, head in zip(*both, strict=True):
-        of[head] = of.get(head, 0) | entries
-    rows = [members(of[head]) for head in sorted(of)]
+        entries_of[head] = entries_of.get(head, 0) | entries
+    rows = [members(entries_of[head]) for head in sorted(entries_of)]
     if any(rows) and not all(rows):
         raise Refused(
             "the logits of only some heads enter the softmax at "
@@ -331,16 +334,16 @@ def _rows(
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
     if not is_apart or len({*map(len, rows)}) != 1:
         raise Unclear(cannot)
-    return np.array(rows), path
+    return np.array(rows), route
 
 
-def _box(reader: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
+def _box(softmaxes: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
     """Returns the part of the operand that holds a product's logits."""
     box = [slice(None)] * len(site.atom.shape)
     for d, n in enumerate(site.atom.shape):
         # Float marks are joined by their maximum: marks n and -n give both ends.
         up = site.atom.marked(d, np.arange(n, dtype=float))
-        all_marks, _ = reader.to_product(site.atom, (up, -up), bit)
+        all_marks, _ = softmaxes.to_product(site.atom, (up, -up), bit)
         if all_marks is not None and n > 1 and d not in site.dims:
             low, high = -int(all_marks[1].max()), int(all_marks[0].max()) + 1
             box[d] = slice(None) if (low, high) == (0, n) else slice(low, high)

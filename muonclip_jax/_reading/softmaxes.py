@@ -14,7 +14,7 @@ from .back import shared
 from .fact import Fact, members, union
 from .facts import Facts, is_inexact
 from .graph import AllMarks, Atom, Eqn, Graph, Origin
-from .marks import is_varied, Marks, marks_along, moved, numbered, small, union_of
+from .marks import is_varied, Marks, marks_along, moved, small, union_of
 from .primitives import Kind, moves
 from .scaling import Scaling
 
@@ -49,8 +49,8 @@ class Product(NamedTuple):
     @property
     def sizes(self) -> dict[int, int]:
         """Returns the size of each axis of its marks."""
-        every = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
-        return dict(enumerate(every))
+        sizes = *(x.size for x in self.eqn.frame.lead), *self.eqn.output().shape
+        return dict(enumerate(sizes))
 
     @property
     def is_key(self) -> list[bool]:
@@ -96,7 +96,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]
     over: list[Over]
-    places: list[Meeting]
+    meetings: list[Meeting]
     is_summed: bool = True  # the division by a sum was found
 
 
@@ -151,8 +151,8 @@ class Softmaxes:
     def _frozen(self) -> set[int]:
         """Returns the parameters that no gradient reaches, which count as data.
 
-        Results that have no gradient, such as tokens that a function generates, do not
-        show what is trained; but one integer is a metric next to the loss.
+        Results without a gradient, such as tokens that a function generates, do not
+        show which parameters are trained; but one integer is a metric next to the loss.
         """
         facts, outputs = self.facts, self.facts.outputs
         tops = zip(self.graph.top.outputs, outputs, strict=False)
@@ -169,7 +169,7 @@ class Softmaxes:
         """Yields products with the arrays and axes that sum their exponentials."""
         for eqn in self.equations:
             if eqn.kind is Kind.SUM:  # piece by piece, or key by key
-                one, two = (x.alone for x in self.facts.inputs(eqn))
+                one, two = (x.lone_exponentials for x in self.facts.inputs(eqn))
                 if one and two:
                     yield one | two, (eqn.inputs()[0], ())
             if eqn.kind is Kind.LOG_TOTAL:
@@ -177,7 +177,7 @@ class Softmaxes:
                 if bits := self.facts.of(logits).products:
                     yield bits, (logits, eqn.axes)
             for i, axes in _summed(eqn, self.facts.inputs(eqn)):
-                if bits := self.facts.inputs(eqn)[i].unshared:
+                if bits := self.facts.inputs(eqn)[i].unnormalized:
                     yield bits, (eqn.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
@@ -193,17 +193,17 @@ class Softmaxes:
             elif eqn.kind in (Kind.CONTRACTION, Kind.PRODUCT):
                 weighed += self._weighs(eqn, facts)
         seen = 0
-        for bits, own in self._together(exps):
-            places = [x for b, x in weighed if b & bits]
-            if places and bits & ~seen:
+        for bits, group in self._together(exps):
+            meetings = [x for b, x in weighed if b & bits]
+            if meetings and bits & ~seen:
                 seen |= bits
                 # The sum may be hidden, for example in a column of ones of the values.
                 # The softmax then sums along the axes along which it weighs values.
                 sums = [x for b, x in self.sums if b & bits]
-                if not sums and not any(self.divides(eqn) for eqn, _ in places):
+                if not sums and not any(self.divides(eqn) for eqn, _ in meetings):
                     continue  # nothing normalizes these exponentials
-                over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
-                yield Softmax(bits, own, over, places, bool(sums))
+                over = [x for x in sums if x[1]] or [self._over(*x) for x in meetings]
+                yield Softmax(bits, group, over, meetings, bool(sums))
 
     def divides(self, eqn: Eqn) -> bool:
         """Returns whether something is divided by entries of a result, or by their sum.
@@ -221,21 +221,20 @@ class Softmaxes:
             return range(len(eqn.inputs())) if eqn.kind in _IN_DIVISORS else ()
 
         kinds = (Kind.QUOTIENT, Kind.POWER)
-        by = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
-        walks = (self.graph.walk(divisor, divisor.whole, follow) for divisor in by)
+        divisors = (eqn.inputs()[-1] for eqn in self.equations if eqn.kind in kinds)
+        walks = (self.graph.walk(x, x.whole, follow) for x in divisors)
         return {x.eqn for origins in walks for x in origins if x.eqn}
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        by = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
-        facts = (self.facts.inputs(eqn)[-1] for eqn in by)
+        dividing = (eqn for eqn in self.equations if eqn.kind in _DIVIDES)
+        facts = (self.facts.inputs(eqn)[-1] for eqn in dividing)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
-            own = [x for x in groups if not x[0] & ~bits]
-            groups = [x for x in groups if x not in own]
-            groups.append(
-                (union(x for x, _ in own), [exp for _, of in own for exp in of])
-            )
+            joined = [x for x in groups if not x[0] & ~bits]
+            groups = [x for x in groups if x not in joined]
+            joined_exps = [exp for _, some in joined for exp in some]
+            groups.append((union(x for x, _ in joined), joined_exps))
         return groups
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
@@ -247,13 +246,13 @@ class Softmaxes:
         """Yields the products whose exponentials weigh other activations here."""
         for i in (0, 1):
             mine, other = facts[i], facts[1 - i]
-            own = mine.weights | mine.mixed
-            if not own or own & (other.weights | other.products):
+            weights = mine.weights | mine.mixed
+            if not weights or weights & (other.weights | other.products):
                 continue
             # An entrywise weight is repeated along a dimension, so it weighs a vector.
-            is_vector = self.is_repeated(eqn, i) and bool(own & self.summed)
+            is_vector = self.is_repeated(eqn, i) and bool(weights & self.summed)
             if (other.is_deep or other.has_data) and (eqn.contracted or is_vector):
-                yield own, (eqn, i)
+                yield weights, (eqn, i)
 
     def _over(self, eqn: Eqn, i: int) -> Over:
         """Returns the weights and the axes that they share with the values."""
@@ -270,13 +269,13 @@ class Softmaxes:
         """
         if eqn.kind is Kind.CONTRACTION:
             return eqn.to
-        found: list[list[int | None]] = []
+        dims: list[list[int | None]] = []
         out = eqn.output().shape
         for x in eqn.inputs():
             same, sizes = self.graph.copied(x), zip(x.shape, out, strict=False)
-            is_own = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
-            found.append([d if own else None for d, own in enumerate(is_own)])
-        return found
+            is_kept = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
+            dims.append([d if kept else None for d, kept in enumerate(is_kept)])
+        return dims
 
     def is_repeated(self, eqn: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""
@@ -289,58 +288,58 @@ class Softmaxes:
         self, atom: Atom, all_marks: AllMarks, bit: int
     ) -> tuple[AllMarks | None, "Route"]:
         """Follows an array back to a product: its marks, or `None`, and the path."""
-        found: list[AllMarks] = []
-        path, target = Route(), self.facts.products[bit]
+        arrived: list[AllMarks] = []
+        route, target = Route(), self.facts.products[bit]
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.eqn) is None:
                 return []
             if eqn is target:
-                found.append(origin.all_marks)
+                arrived.append(origin.all_marks)
                 return []
             back, facts = [i for i, _ in moves(eqn, origin.k)], self.facts.inputs(eqn)
-            path.eqns.append(eqn)
+            route.eqns.append(eqn)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             kind = eqn.kind
             if kind in (Kind.PRODUCT, Kind.QUOTIENT) and len(linear) == 1:
-                path.factors.append((eqn, 1 - linear[0], origin.all_marks))
+                route.factors.append((eqn, 1 - linear[0], origin.all_marks))
             elif kind is Kind.SOFTCAP:
                 pass  # the logits are taken before it
             elif not back or _is_bent(eqn):
-                path.nonlinear.append(eqn)  # such as a product with itself
+                route.nonlinear.append(eqn)  # such as a product with itself
             elif kind in (Kind.JOINED, Kind.PLACED):
-                path.joins.append(eqn)
+                route.joins.append(eqn)
             elif kind in (Kind.SUM, Kind.DIFFERENCE):
-                path.added += [(eqn, i) for i in sorted({*back} - {*linear})]
+                route.added += [(eqn, i) for i in sorted({*back} - {*linear})]
             return [(i, None) for i in linear]
 
         self.graph.back(atom, all_marks, ahead)
-        merged = [functools.reduce(union_of, x) for x in zip(*found, strict=True)]
-        return tuple(merged) or None, path
+        merged = [functools.reduce(union_of, x) for x in zip(*arrived, strict=True)]
+        return tuple(merged) or None, route
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
-        found: list[Eqn] = []
+        maxima: list[Eqn] = []
 
         def follow(eqn: Eqn, k: int) -> Iterable[int]:
             facts = self.facts.inputs(eqn)
             if eqn.kind is Kind.EXTREME and union(x.products for x in facts) & bits:
-                found.append(eqn)
+                maxima.append(eqn)
             elif eqn.kind not in (Kind.CONTRACTION, Kind.TOTAL):
                 return range(len(eqn.jaxpr_eqn.invars))
             return ()
 
         self.graph.walk(atom, atom.whole, follow)
-        return found
+        return maxima
 
     def _product(self, eqn: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
         bit, lead = self.facts.product(eqn), len(eqn.frame.lead)
-        dims = eqn.output().shape
+        shape = eqn.output().shape
         to = self.to(eqn)
-        own = [frozenset(lead + d for d in x if d is not None) for x in to]
-        free = own[0] - own[1], own[1] - own[0]
-        found: list[frozenset[int]] = []
+        sides = [frozenset(lead + d for d in x if d is not None) for x in to]
+        free = sides[0] - sides[1], sides[1] - sides[0]
+        sums: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
             fact = self.facts.value(atom)
@@ -350,66 +349,64 @@ class Softmaxes:
             if of_axis:
                 kept.update(*of_axis)
                 # Sorted entries lose their marks: the axis gets the remaining ones.
-                left = {a - lead for x in free for a in x} - kept
-                own = (of_axis[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
-                found.append(frozenset(lead + d for x in own for d in x))
+                rest = {a - lead for x in free for a in x} - kept
+                dims = (of_axis[a] or (rest if atom.shape[a] > 1 else ()) for a in axes)
+                sums.append(frozenset(lead + d for x in dims for d in x))
         if eqn.kind is not Kind.CONTRACTION:
             # Shared dimensions that reach no axis afterwards were summed over.
-            over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
+            over = [(d, d) for d in sorted(shared(to) - kept) if shape[d] > 1]
         else:
             over = eqn.contracted
         # The logits may have several softmaxes: prefer one over axes of one side alone.
-        known = [x for x in found if x and any(x <= side for side in free)]
-        # Slots of soft experts have one over tokens, and one over slots: a router's.
+        one_sided = [x for x in sums if x and any(x <= side for side in free)]
+        # Soft experts have one over tokens, and one over slots, which is a router's.
         if (i := self.facts.weight_of(eqn)) is not None:
-            known.sort(key=lambda x: not x <= free[i])
-        every, apart = frozenset().union(*found), free[0] | free[1]
-        keys = known[0] if known else every & apart or every
+            one_sided.sort(key=lambda x: not x <= free[i])
+        all_axes, apart = frozenset().union(*sums), free[0] | free[1]
+        keys = one_sided[0] if one_sided else all_axes & apart or all_axes
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in eqn.inputs())
-            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
-            loops = {x.of: x.axis for x in eqn.frame.lead if x.of in a ^ b}
-            one, two = ({loops[x] for x in own if x in loops} for own in (a, b))
+            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.meetings)
+            loops = {x.name: x.axis for x in eqn.frame.lead if x.name in a ^ b}
+            one, two = ({loops[x] for x in trips if x in loops} for trips in (a, b))
             free = free[0] | one, free[1] | two
-            own = set().union(*weighed) & {*loops}
-            keys = frozenset(loops[x] for x in own) or keys
+            common = set().union(*weighed) & {*loops}
+            keys = frozenset(loops[x] for x in common) or keys
         return Product(eqn, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
         """Returns the loops in which each trip uses another slice of an array."""
-        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
-        found: set[Any] = set()
+        sliced: set[Any] = set()
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             back = moves(origin.eqn, origin.k) if origin.eqn else []
             if not back:
-                pairs = zip(loops, origin.all_marks, strict=True)
-                found.update(x.of for x, marks in pairs if is_varied(marks))
+                pairs = zip(atom.loops, origin.all_marks, strict=True)
+                sliced.update(x.name for x, marks in pairs if is_varied(marks))
             return [(i, None) for i, _ in back]
 
-        all_marks = tuple(numbered(atom.rank, x.axis, x.size) for x in loops)
-        self.graph.back(atom, all_marks, ahead)
-        return found
+        self.graph.back(atom, atom.trips(), ahead)
+        return sliced
 
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
-        bits, products = softmax.bits, self.facts.products.items()
-        every = [self._product(eqn, softmax) for bit, eqn in products if bit & bits]
-        every = [p for p in every if p.over]
-        own = [p for p in every if self._is_of_activations(p.eqn)]
+        eqns = [eqn for bit, eqn in self.facts.products.items() if bit & softmax.bits]
+        products = (self._product(eqn, softmax) for eqn in eqns)
+        candidates = [p for p in products if p.over]
+        chosen = [p for p in candidates if self._is_of_activations(p.eqn)]
         # The inputs of query and key may enter the softmax again, for example squared.
-        past = union(f.events for p in own for f in self.facts.inputs(p.eqn))
-        more = [p for p in every if own and not self.facts.event(p.eqn) & past]
-        own += [p for p in more if p not in own and self._is_relative(p)]
+        past = union(f.events for p in chosen for f in self.facts.inputs(p.eqn))
+        more = [p for p in candidates if chosen and not self.facts.event(p.eqn) & past]
+        chosen += [p for p in more if p not in chosen and self._is_relative(p)]
         # Logits with keys that are plain data may be divided by the same sum.
-        own += [p for p in more if p not in own and self._is_of_data(p)]
+        chosen += [p for p in more if p not in chosen and self._is_of_data(p)]
         # Exponentials without a sum are decays, as in a state-space model.
-        asked = every if softmax.is_summed else []
-        own = own or [p for p in asked if self._is_asked(p, softmax)]
-        return own or [
+        asked = candidates if softmax.is_summed else []
+        chosen = chosen or [p for p in asked if self._is_asked(p, softmax)]
+        return chosen or [
             p
-            for p in every
+            for p in candidates
             if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
         ]
 
@@ -427,14 +424,14 @@ class Softmaxes:
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.eqn)
-        for eqn, i in softmax.places if softmax.is_summed else ():
+        for eqn, i in softmax.meetings if softmax.is_summed else ():
             to, (atom, axes) = self.to(eqn), self._over(eqn, i)
-            own = {d for d in to[1 - i] if d is not None} - {*to[i]}
+            value_dims = {d for d in to[1 - i] if d is not None} - {*to[i]}
             dims = self._along(bit, atom)
             keys = {product.lead + d for a in axes if dims for d in dims[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
-            if is_over and any(eqn.output().shape[d] > 1 for d in own):
+            if is_over and any(eqn.output().shape[d] > 1 for d in value_dims):
                 return True
         return False
 
@@ -471,7 +468,7 @@ class Softmaxes:
     def _is_gate(self, product: Product, i: int, softmax: Softmax) -> bool:
         """Returns whether outputs of a weight each weigh values of their own."""
         bit = self.facts.product(product.eqn)
-        for eqn, j in softmax.places:
+        for eqn, j in softmax.meetings:
             to, of_axis = self.to(eqn), self._along(bit, eqn.inputs()[j])
             both = shared(to)
             dims = (of_axis[d] for d, x in enumerate(to[j]) if x in both and of_axis)
@@ -484,5 +481,5 @@ class Softmaxes:
         """Returns whether an activation is linear in the one kernel that made it."""
         summands = self.scaling.of(key, key.whole)
         factors = [f for s in summands for f in s.linear[:1]]
-        is_sole = self.facts.of(key).sole not in (None, -1)
-        return is_sole and len(factors) == len(summands)
+        is_made_by_one = self.facts.of(key).only_kernel is not None
+        return is_made_by_one and len(factors) == len(summands)

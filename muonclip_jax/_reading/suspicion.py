@@ -50,7 +50,7 @@ class Suspect(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
-    of: list[set[int]]  # for each dimension of the result, those of the product in it
+    root_dims: list[set[int]]  # the product's, in each dimension of the result
 
 
 _CONV = "conv_general_dilated"
@@ -60,34 +60,35 @@ _OF_TWO = (Kind.CONTRACTION, Kind.PRODUCT, Kind.DIFFERENCE)
 
 
 def suspicions(
-    reader: Softmaxes, layers: Sequence[Layer]
+    softmaxes: Softmaxes, layers: Sequence[Layer]
 ) -> tuple[list[Layer], list[Layer]]:
     """Returns attention besides `layers`: with a possible softmax, and without one.
 
     A softmax divides exponentials by their sum. Attention without it, such as by
     sigmoids or by exponentials alone, is not clipped and is no error.
     """
-    found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
+    read = {eqn for layer in layers for eqn in layer.products}
+    suspicion = _Suspicion(softmaxes, read)
     refused, without_softmax, seen = [], [], set()
-    for (site, i), bits in found.sites.items():
-        bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
-        own = [found.products[bit] for bit in _each(bits)]
-        roots = list(dict.fromkeys(x.root for x in own))
+    for (site, i), bits in suspicion.sites.items():
+        bits = union(bit for bit in _each(bits) if suspicion.is_over_keys(site, i, bit))
+        suspects = [suspicion.products[bit] for bit in _each(bits)]
+        roots = list(dict.fromkeys(x.root for x in suspects))
         if seen.issuperset(roots):
             continue
         seen.update(roots)
         atoms = [atom for eqn in roots for atom in eqn.inputs()]
-        makers = {m.number for x in atoms for m in found.makers.of(x, x.whole)}
+        makers = {m.parameter for x in atoms for m in suspicion.makers.of(x, x.whole)}
         layer = Layer(roots, makers=makers)
-        is_divided = bits & (found.divisors | found.normalized)
-        if bits & found.exponential and (is_divided or reader.divides(site)):
+        is_divided = bits & (suspicion.divisors | suspicion.normalized)
+        if bits & suspicion.exponential and (is_divided or softmaxes.divides(site)):
             layer.refusal = (
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
             )
-            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
+            for x in [x.eqn for x in suspects if x.eqn is not x.root][:1]:
                 layer.refusal += f": {x.name} at {x.line} mixes its logits before"
-        elif bits & found.normalized:
+        elif bits & suspicion.normalized:
             layer.refusal = "it is normalized by a function other than softmax"
         (refused if layer.refusal else without_softmax).append(layer)
     return refused, without_softmax
@@ -108,10 +109,10 @@ def _all(sets: Iterable[set[int]]) -> set[int]:
 class _Suspicion(Forward[Taint]):
     """Follows products of two activations, except the products in `read`."""
 
-    def __init__(self, reader: Softmaxes, read: set[Eqn]):
+    def __init__(self, softmaxes: Softmaxes, read: set[Eqn]):
         super().__init__(_COPY)
-        self._reader, self._facts, self._read = reader, reader.facts, read
-        self.makers = Makers(reader.graph, reader.facts, reader.scaling)
+        self._softmaxes, self._facts, self._read = softmaxes, softmaxes.facts, read
+        self.makers = Makers(softmaxes)
         self.products: dict[int, Suspect] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # The equations and operands that weigh the other operand, with their products.
@@ -120,7 +121,7 @@ class _Suspicion(Forward[Taint]):
         self.exponential = self.normalized = 0
         # Products whose exponentials, or sums, divide something.
         self.divisors = 0
-        top = reader.graph.top
+        top = softmaxes.graph.top
         self.run(top, [_ARRAY] * len(top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
@@ -186,9 +187,9 @@ class _Suspicion(Forward[Taint]):
             case Kind.EXPONENTIAL | Kind.BENT if _is_exponential(eqn):
                 # Only the logarithm of a sum normalizes here. A sum of logarithms is
                 # a product of weights, as in stick-breaking attention.
-                made, totals = out.bent | out.linear, out.totals & out.logged
+                exponential, totals = out.bent | out.linear, out.totals & out.logged
                 self.divisors |= totals
-                return out.nonlinear()._replace(exponential=made, totals=totals)
+                return out.nonlinear()._replace(exponential=exponential, totals=totals)
             case Kind.LOGARITHM:  # a softplus or a log-softmax
                 return out.nonlinear()._replace(exponential=0, logged=out.totals)
             case Kind.LARGER:
@@ -249,11 +250,11 @@ class _Suspicion(Forward[Taint]):
         is_entrywise = eqn.kind is not Kind.CONTRACTION
         is_alike = is_entrywise and any(x.varied for x in taints)
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(eqn)
-        for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
+        for i, dims, other_dims in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
-            if not (eqn.contracted or other - own):
+            if not (eqn.contracted or other_dims - dims):
                 # Without an exponential, weights for each entry are gates or norms.
-                bits &= taints[i].exponential if own - other else 0
+                bits &= taints[i].exponential if dims - other_dims else 0
             if eqn.contracted and self._is_mask(eqn.inputs()[i]):
                 bits |= taints[i].choice  # hard attention
             if not taints[1 - i].linear | taints[1 - i].bent:
@@ -265,14 +266,14 @@ class _Suspicion(Forward[Taint]):
             entrywise = out.entrywise | (0 if is_product else self._born(eqn))
             return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
         x, y = self._facts.inputs(eqn)[:2]
-        if not is_product or x.sole == y.sole not in (None, -1):
+        if not is_product or x.only_kernel == y.only_kernel is not None:
             return out  # both operands are outputs of one kernel, as in `silu`
         return out._replace(entrywise=self._born(eqn))
 
     def _is_mask(self, atom: Atom) -> bool:
         """Returns whether an array is a mask as numbers, such as one-hot rows."""
-        while len(made := self._reader.graph.made_by(atom)) == 1:
-            eqn, inputs = made[0], made[0].inputs()
+        while len(eqns := self._softmaxes.graph.made_by(atom)) == 1:
+            eqn, inputs = eqns[0], eqns[0].inputs()
             if eqn.kind is Kind.CHOICE:
                 return all(x.number is not None for x in inputs[1:])
             if eqn.kind not in (Kind.SAME, Kind.REPEATED, Kind.PERMUTED, Kind.STOPPED):
@@ -294,9 +295,9 @@ class _Suspicion(Forward[Taint]):
             dims = _all(along[d] for d in eqn.axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
-        made = out.entrywise & (out.all if is_transform else products)
-        rest = out.entrywise & ~made
-        return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
+        done = out.entrywise & (out.all if is_transform else products)
+        rest = out.entrywise & ~done
+        return out._replace(linear=out.linear | done, totals=totals, entrywise=rest)
 
     def _through(self, eqn: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
@@ -320,9 +321,9 @@ class _Suspicion(Forward[Taint]):
         """
         atom, to, out = eqn.inputs()[i], eqn.to[i], range(len(eqn.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
-        of = [[d for d, o in enumerate(to) if o == k] for k in out]
+        dims_of = [[d for d, o in enumerate(to) if o == k] for k in out]
         is_learned = bool(self._facts.inputs(eqn)[1 - i].leaves)
-        now: dict[int, int] = {}
+        new_bits: dict[int, int] = {}
         for bit in _each(taint.all if not i or eqn.name != _CONV else 0):
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
             if is_entrywise and is_learned:
@@ -335,11 +336,12 @@ class _Suspicion(Forward[Taint]):
             dims = [along[d] for d in over]
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
                 continue
-            now[bit] = bit
+            new_bits[bit] = bit
             if over or eqn.name == _CONV:
-                made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(self.products[bit]._replace(eqn=eqn, of=made))
-        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:-2]]
+                root_dims = [_all(along[d] for d in ds or over) for ds in dims_of]
+                suspect = self.products[bit]._replace(eqn=eqn, root_dims=root_dims)
+                new_bits[bit] = self._bit(suspect)
+        kept = [union(new_bits.get(x, 0) for x in _each(bits)) for bits in taint[:-2]]
         entrywise, linear, *rest = kept
         return Taint(0, entrywise | linear, *rest, varied=1)
 
@@ -348,20 +350,20 @@ class _Suspicion(Forward[Taint]):
     def _born(self, eqn: Eqn) -> int:
         """Returns the bit of a product, or 0.
 
-        It is 0 for what was read, for products of constants, of one-hot rows, and in a
-        backward pass, where all products are of cotangents.
+        It is 0 for products that were read, products of constants or one-hot rows, and
+        in a backward pass, where all products are of cotangents.
         """
         facts = self._facts.inputs(eqn)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
-        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
+        is_fixed = leaves <= self._softmaxes.frozen or not any(f.trained for f in facts)
         if eqn.is_slope or eqn in self._read or is_fixed:
             return 0
         if any(f.is_onehot for f in facts):
             return 0
         if any(self._is_value(eqn, i) for i in (0, 1)):
             return 0
-        of = [{d} for d in range(len(eqn.output().shape))]
-        return self._bit(Suspect(eqn, eqn, of))
+        root_dims = [{d} for d in range(len(eqn.output().shape))]
+        return self._bit(Suspect(eqn, eqn, root_dims))
 
     def _is_value(self, eqn: Eqn, i: int) -> bool:
         """Returns whether a product keeps an operand's features and sums over others.
@@ -384,11 +386,11 @@ class _Suspicion(Forward[Taint]):
 
     def _to(self, eqn: Eqn) -> Sequence[Sequence[int | None]]:
         """Returns `Softmaxes.to`, without the dimensions of a convolution."""
-        return self._reader.to(eqn) if eqn.name != _CONV else ((), ())
+        return self._softmaxes.to(eqn) if eqn.name != _CONV else ((), ())
 
-    def _sides(self, of: Eqn | int) -> tuple[set[int], set[int]]:
-        """Returns the dimensions of a product, or of that of a bit, in its operands."""
-        eqn = self.products[of].root if isinstance(of, int) else of
+    def _sides(self, product: Eqn | int) -> tuple[set[int], set[int]]:
+        """Returns the dimensions of a product, or of a bit's, in both operands."""
+        eqn = self.products[product].root if isinstance(product, int) else product
         a, b = ({d for d in to if d is not None} for to in self._to(eqn))
         return a, b
 
@@ -398,22 +400,22 @@ class _Suspicion(Forward[Taint]):
         is_entrywise = eqn.kind is not Kind.CONTRACTION
         dims = dims if is_entrywise else dims - (a & b) | dims & heads
         pairs = zip(eqn.inputs(), self._to(eqn), strict=False)
-        own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
-        return any(self.makers.is_output(x, d) for x, d in own)
+        places = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
+        return any(self.makers.is_output(x, d) for x, d in places)
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the product's dimensions in each axis, or `[]` if marks are lost."""
-        target, *_, of = self.products[bit]
+        target, *_, root_dims = self.products[bit]
 
         def follow(eqn: Eqn, k: int) -> list[int]:
             back, taints = moves(eqn, k) if eqn is not target else [], self.inputs(eqn)
             return [i for i, _ in back if taints[i].all & bit]
 
-        origins = self._reader.graph.walk(atom, atom.each(), follow)
-        found = [x.all_marks for x in origins if x.eqn is target]
+        origins = self._softmaxes.graph.walk(atom, atom.each(), follow)
+        arrived = [x.all_marks for x in origins if x.eqn is target]
         return [
-            _all(of[d] for marks in all_marks for d in dimensions_in(marks, target))
-            for all_marks in zip(*found, strict=True)
+            _all(root_dims[d] for x in all_marks for d in dimensions_in(x, target))
+            for all_marks in zip(*arrived, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
@@ -426,11 +428,11 @@ class _Suspicion(Forward[Taint]):
             {d for d in x if not self._is_of_features(bit, {d}, set())}
             for x in (a - b, b - a)
         )
-        own, other = self._to(site)[:: -1 if i else 1]
-        dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
-        if not site.contracted and not {*other} - {*own}:
+        to, other_to = self._to(site)[:: -1 if i else 1]
+        dims = {pair[i] for pair in site.contracted} or {*range(len(to))}
+        if not site.contracted and not {*other_to} - {*to}:
             # With a weight for each entry, the values are the same for all queries.
-            dims = {d for d, o in enumerate(own) if o in other}
+            dims = {d for d, o in enumerate(to) if o in other_to}
             queries = _all(x for d, x in enumerate(along) if d not in dims)
             a, b = b if queries & a else set(), a if queries & b else set()
         return bool(_all(along[d] for d in dims) & (a | b))

@@ -23,8 +23,8 @@ from . import jaxprs
 Sizes = Mapping[str, int]
 
 # The largest size of a symbol; how many of its sizes are tried, with how many to choose
-# from; and how many combinations of the sizes of all symbols. The first is nearly
-# always good.
+# from; and how many combinations of the sizes of all symbols. The first
+# combination is nearly always good.
 _LARGEST, _TRIED, _CHOICE, _COMBINATIONS = 1 << 14, 256, 32, 1 << 12
 
 
@@ -52,9 +52,9 @@ def twins_of(body: jaxprs.Inner) -> tuple[Twin, ...]:
     """
     if not any(symbols_in(x.aval) for x in (*body.jaxpr.invars, *body.jaxpr.constvars)):
         return ()
-    every = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
-    dims = [dim for dim in every if is_symbolic(dim)]
-    choice = _SizeChoice(dims, {dim for dim in every if not is_symbolic(dim)})
+    all_dims = [*dict.fromkeys(_dims_in(body.jaxpr, set()))]
+    dims = [dim for dim in all_dims if is_symbolic(dim)]
+    choice = _SizeChoice(dims, {dim for dim in all_dims if not is_symbolic(dim)})
     first = choice.sizes()
     return tuple(
         Twin(body._replace(jaxpr=_Sized(sizes).value(body.jaxpr)), sizes, dims)
@@ -81,8 +81,8 @@ def written(twins: Sequence[Twin], numbers: Iterable[int]) -> Any:
 class _SizeChoice:
     """Chooses sizes for the symbols of some dimensions.
 
-    An axis of 1 is broadcast, and one as long as a parameter's may be taken for it. So
-    each dimension gets a size of its own, as far as that is possible.
+    An axis of 1 is broadcast, and one as long as a parameter's may be taken for it.
+    Each dimension therefore gets a size of its own, as far as that is possible.
     """
 
     def __init__(self, dims: Sequence[Any], fixed: set[Any]):
@@ -90,8 +90,8 @@ class _SizeChoice:
         scopes = dict.fromkeys(dim.scope for dim in dims)
         rules = (rule for scope in scopes for rule in scope._explicit_constraints)
         self._rules = [rule for rule in rules if is_symbolic(rule.diff)]
-        every = (*dims, *(rule.diff for rule in self._rules))
-        self._names = sorted({name for dim in every for name in dim._get_vars()})
+        all_dims = (*dims, *(rule.diff for rule in self._rules))
+        self._names = sorted({name for dim in all_dims for name in dim._get_vars()})
         self._choices = {name: self._of_one(name) for name in self._names}
 
     def sizes(self, before: Sizes | None = None) -> Sizes:
@@ -101,8 +101,8 @@ class _SizeChoice:
             or self._choices[name]
             for name in self._names
         ]
-        every = itertools.islice(itertools.product(*choices), _COMBINATIONS)
-        named = (dict(zip(self._names, sizes, strict=True)) for sizes in every)
+        combinations = itertools.islice(itertools.product(*choices), _COMBINATIONS)
+        named = (dict(zip(self._names, sizes, strict=True)) for sizes in combinations)
         best: tuple[int, Sizes] | None = None
         for sizes in filter(self._is_allowed, named):
             count = self._misleading(sizes, before)
@@ -119,16 +119,16 @@ class _SizeChoice:
 
     def _of_one(self, name: str) -> list[int]:
         """Returns sizes of one symbol, the ones that mislead least first."""
-        found: list[tuple[int, int]] = []
+        rated: list[tuple[int, int]] = []
         good = 0
         for n in range(2, _LARGEST):
             if self._is_allowed({name: n}):
                 count = self._misleading({name: n})
-                found.append((count, n))
+                rated.append((count, n))
                 good += not count
-            if good == _CHOICE or len(found) == _TRIED:
+            if good == _CHOICE or len(rated) == _TRIED:
                 break
-        return [n for _, n in sorted(found)[:_CHOICE]] or [1]
+        return [n for _, n in sorted(rated)[:_CHOICE]] or [1]
 
     def _is_allowed(self, sizes: Sizes) -> bool:
         """Whether no constraint on these symbols alone is violated."""
@@ -142,16 +142,16 @@ class _SizeChoice:
     def _misleading(self, sizes: Sizes, before: Sizes | None = None) -> int:
         """Returns how many dimensions of these symbols alone have a bad size."""
         dims = [dim for dim in self._dims if dim._get_vars() <= sizes.keys()]
-        found = [size_of(dim, sizes) for dim in dims]
-        own = {n for n in found if n > 1 and n not in self._fixed}
+        values = [size_of(dim, sizes) for dim in dims]
+        good = {n for n in values if n > 1 and n not in self._fixed}
         earlier = [size_of(dim, before) for dim in dims] if before else []
-        return len(dims) - len(own) + sum(map(operator.eq, found, earlier))
+        return len(dims) - len(good) + sum(map(operator.eq, values, earlier))
 
 
 def _dims_in(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
     """Iterates over the dimensions of all arrays in a jaxpr."""
-    made = (x for eqn in jaxpr.eqns for x in eqn.outvars)
-    for x in (*jaxpr.invars, *jaxpr.constvars, *made):
+    outvars = (x for eqn in jaxpr.eqns for x in eqn.outvars)
+    for x in (*jaxpr.invars, *jaxpr.constvars, *outvars):
         yield from getattr(x.aval, "shape", ())
     for eqn in jaxpr.eqns:
         for inner in jaxprs_in_params(eqn.params):
@@ -175,33 +175,33 @@ class _Sized:
         if is_symbolic(x):
             return size_of(x, self._sizes)
         if isinstance(x, tuple | list):
-            made = [self.value(part) for part in x]
-            if all(map(operator.is_, made, x)):
+            parts = [self.value(part) for part in x]
+            if all(map(operator.is_, parts, x)):
                 return x
-            return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
         if hasattr(getattr(x, "jaxpr", x), "eqns"):
             # Several equations may run one jaxpr. The key keeps it alive, so that no
             # other one gets its id.
             if id(x) not in self._done:
                 is_closed = hasattr(x, "consts")
-                own = self._jaxpr(x.jaxpr if is_closed else x)
-                self._done[id(x)] = x, x.replace(jaxpr=own) if is_closed else own
+                sized = self._jaxpr(x.jaxpr if is_closed else x)
+                self._done[id(x)] = x, x.replace(jaxpr=sized) if is_closed else sized
             return self._done[id(x)][1]
         return x
 
     def _jaxpr(self, jaxpr: Any) -> Any:
-        own: dict[Any, Any] = {}
+        variables: dict[Any, Any] = {}
 
         def atom(x: Any) -> Any:
             if isinstance(x, Literal):
                 return x
-            if x not in own:
+            if x not in variables:
                 aval = self._aval(x.aval)
-                own[x] = x if aval is x.aval else Var(aval)
-            return own[x]
+                variables[x] = x if aval is x.aval else Var(aval)
+            return variables[x]
 
         def eqn(x: Any) -> Any:
-            params = {name: self.value(of) for name, of in x.params.items()}
+            params = {name: self.value(value) for name, value in x.params.items()}
             ins, outs = ([*map(atom, xs)] for xs in (x.invars, x.outvars))
             if x.primitive.name == "reshape":
                 _check_reshape(x, ins[0].aval.shape, outs[0].aval.shape)

@@ -54,7 +54,7 @@ def call_of(
 
 
 def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
-    """Traces a function of objects as one of their state, which it also returns.
+    """Traces a function of objects as a function of their state, which it returns, too.
 
     NNX's bookkeeping for transformations runs it on copies. All arguments and results
     share one graph, so an object that appears twice stays one object, even a new one.
@@ -71,9 +71,9 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
         return treedef.unflatten(y if x is None else x for x, y in pairs)
 
     def split(*nodes: Any, tag: str | None = __name__) -> Any:
-        own = nnx.All(nnx.Param, lambda path, _: path[0] == 0)
+        is_param = nnx.All(nnx.Param, lambda path, _: path[0] == 0)
         with nnx.split_context(tag) as context:
-            return context.split(nodes, own, ...)
+            return context.split(nodes, is_param, ...)
 
     def merged(graph: Any, *states: Any, is_inner: bool) -> Any:
         with nnx.merge_context(__name__, inner=is_inner) as context:
@@ -82,27 +82,29 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
     objects, others, treedef = parted(rest)
     # Variables without a module are an ordinary tree.
     is_module = any(not isinstance(x, nnx.Variable | None) for x in parted(params)[0])
-    graph, own, state = split(params if is_module else None, objects)
+    graph, param_state, state = split(params if is_module else None, objects)
     # The parameters of a module are those of `nnx.state(params, nnx.Param)`.
-    given = own.get(0, own) if is_module else params
+    given = param_state.get(0, param_state) if is_module else params
 
     def of_state(params: Any, state: Any, others: Any) -> Any:
-        own = nnx.State({0: params} if is_module else {})
-        module, objects = merged(graph, own, state, is_inner=True)
+        param_state = nnx.State({0: params} if is_module else {})
+        module, objects = merged(graph, param_state, state, is_inner=True)
         args, kwargs = joined(objects, others, treedef)
-        made, *out = parted(fun(module if is_module else params, *args, **kwargs))
-        before, (now, *after) = (own, state), split(module, objects, tag=None)
+        result = fun(module if is_module else params, *args, **kwargs)
+        out_objects, *out = parted(result)
+        new_graph, *after = split(module, objects, tag=None)
+        before, has_new = (param_state, state), any(x is not None for x in out_objects)
         old, new = (list(map(id, jax.tree.leaves(x))) for x in (before, after))
-        is_same = now == graph and new == old and made == [None] * len(made)
-        return split(module, objects, made), out, is_same
+        is_same = new_graph == graph and new == old and not has_new
+        return split(module, objects, out_objects), out, is_same
 
     call = _traced(_named_as(fun, of_state), given, state, others)
 
     def outputs(values: Sequence[Any]) -> Any:
         of_objects, out, is_same = call.outputs(values)
         # Objects of an outer trace, as in a closure, must not be written to.
-        made = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
-        return joined(made, *out)
+        out_objects = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
+        return joined(out_objects, *out)
 
     return call._replace(outputs=outputs)
 
@@ -118,30 +120,30 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
     tree = paths.flatten(params)
     others, treedef = jax.tree.flatten(rest)
     given, end = [*tree.leaves, *others], len(tree.leaves)
-    at = [i for i, x in enumerate(given) if paths.is_array(x)]
+    indices = [i for i, x in enumerate(given) if paths.is_array(x)]
     returned: list[Any] = []
 
     def of_arrays(*arrays: Any) -> Any:
         flat = list(given)
-        for i, x in zip(at, arrays, strict=True):
+        for i, x in zip(indices, arrays, strict=True):
             flat[i] = x
         out = fun(tree.unflatten(flat[:end]), *treedef.unflatten(flat[end:]))
         out, structure = jax.tree.flatten(out)
         # An argument that is returned unchanged is returned as given. A stored tracer
         # would outlive its trace.
-        came = {id(x): given[i] for i, x in zip(at, arrays, strict=True)}
-        made = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in came]
-        kept = [None if i in made else came.get(id(x), x) for i, x in enumerate(out)]
-        returned[:] = structure, made, kept
-        return [out[i] for i in made]
+        args = {id(x): given[i] for i, x in zip(indices, arrays, strict=True)}
+        new = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in args]
+        kept = [None if i in new else args.get(id(x), x) for i, x in enumerate(out)]
+        returned[:] = structure, new, kept
+        return [out[i] for i in new]
 
     def outputs(values: Sequence[Any]) -> Any:
-        structure, made, out = returned
-        for i, x in zip(made, values, strict=True):
+        structure, new, out = returned
+        for i, x in zip(new, values, strict=True):
             out[i] = x
         return structure.unflatten(out)
 
-    values = [given[i] for i in at]
+    values = [given[i] for i in indices]
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
         if written := symbols_in(leaf):
             raise ValueError(
@@ -157,6 +159,6 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
             "bind what is no data with functools.partial."
         )
         raise
-    arrays, twins = [i for i in at if i < end], twins_of(body)
+    arrays, twins = [i for i in indices if i < end], twins_of(body)
     read = twins[0].body if twins else body
     return Call(tree, arrays, read, body, twins, values, outputs)

@@ -12,7 +12,7 @@ from .fact import Fact, members, union
 from .facts import is_lookup
 from .graph import AllMarks, Atom, Eqn
 from .makers import Makers
-from .marks import dimensions, is_varied, marks_along, numbered, varied
+from .marks import dimensions, is_varied, marks_along, varied
 from .modulated import Modulated, sides_of
 from .primitives import Kind, moves
 from .routers import MULTIPLIES, Routers
@@ -20,7 +20,7 @@ from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One use of a parameter; `number` is its place among the leaves.
+    """One use of a parameter, which is given by its place among the leaves.
 
     The kind is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to
     or multiplied with activations), `"data"` (used with data alone), `"factor"` (of a
@@ -28,7 +28,7 @@ class Note(NamedTuple):
     """
 
     kind: str
-    number: int
+    parameter: int
     eqn: Eqn | None = None
     event: int = 0
     # Axes of the parameter with the role of each: "input", "output", "stack" or "rank"
@@ -55,16 +55,17 @@ class Uses:
     other.
     """
 
-    def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
-        self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
-        self._makers = Makers(reader.graph, reader.facts, reader.scaling)
-        self._routers = Routers(reader, self._makers)
+    def __init__(self, softmaxes: Softmaxes, tokens: frozenset[int]):
+        self._softmaxes, self._facts = softmaxes, softmaxes.facts
+        self._graph = softmaxes.graph
+        self._makers = Makers(softmaxes)
+        self._routers = Routers(softmaxes, self._makers)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         # Parameters, each with an axis along which its entries are experts' matrices.
         self.experts: set[tuple[int, int]] = set()
         # For such an axis, a bit for each entry whose outputs were sliced off.
         self.cuts: dict[tuple[int, int], int] = defaultdict(int)
-        self.scales: set[int] = set()  # kernels whose outputs scale those of others
+        self.scales: set[int] = set()  # kernels whose outputs scale others' outputs
         self.features: set[int] = set()  # kernels whose outputs are used as features
         self.fed = 0  # events that the operand of a later weight depends on
         self.last = 0  # events where a backward pass begins, at an output head
@@ -73,24 +74,24 @@ class Uses:
         self._picked: dict[Atom, bool] = {}  # see `_is_picked`
         self._has_picked = any(
             is_lookup(eqn) and not self._facts.of(eqn.output()).is_deep
-            for eqn in reader.equations
+            for eqn in softmaxes.equations
         )
         # Products of parameters that are weights of later products, or are looked up.
         self._weights: set[Eqn] = set()
         # Products of parameters, with those that indices picked from tables.
         self._tables: set[tuple[Eqn, int]] = set()
         self._applied: set[tuple[Atom, str]] = set()  # weights, and the lines of uses
-        for eqn in reader.equations:
+        for eqn in softmaxes.equations:
             if eqn.inside:
                 self._carries_and_branches(eqn)
             elif not eqn.is_slope:
                 self._note(eqn)
         self._note_slopes()
         self.notes = [self._judged(note) for note in self.notes]
-        self.chosen = self._routers.events  # whose outputs decide where others go
+        self.chosen = self._routers.events  # events of routers
 
-    def numbers_of(self, *kinds: str) -> set[int]:
-        return {note.number for note in self.notes if note.kind in kinds}
+    def parameters_of(self, *kinds: str) -> set[int]:
+        return {note.parameter for note in self.notes if note.kind in kinds}
 
     def _use(self, kind: str, eqn: Eqn, *facts: Fact) -> None:
         """Notes the same use of all parameters in the operands that are weights.
@@ -98,8 +99,8 @@ class Uses:
         A product of parameters gets no note; its factors have theirs.
         """
         for fact in facts:
-            own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
-            self.notes += [Note(kind, number, eqn) for number in own]
+            leaves = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
+            self.notes += [Note(kind, parameter, eqn) for parameter in leaves]
 
     # Equations.
 
@@ -108,7 +109,7 @@ class Uses:
         facts = self._facts.inputs(eqn)
         if not any(f.leaves for f in facts):
             return
-        if self._facts.event(eqn) & self._facts.own:
+        if self._facts.event(eqn) & self._facts.norm_events:
             return
         if eqn.is_product:
             self._product(eqn, inputs, facts)
@@ -135,13 +136,13 @@ class Uses:
             self._cut(eqn, inputs[0], facts[0])
 
     def _note_slopes(self) -> None:
-        """Notes parameters of which the trace has only slopes, where these begin.
+        """Notes parameters whose only uses are in slopes, where these begin.
 
         A network's value may be gone if only its slope is used: in slopes of slopes,
         JAX drops it from functions under `jax.jit`, `jax.checkpoint` and `scan`.
         """
-        noted, slopes = {note.number for note in self.notes}, 0
-        for eqn in self._reader.equations:
+        noted, slopes = {note.parameter for note in self.notes}, 0
+        for eqn in self._softmaxes.equations:
             event = self._facts.event(eqn) if eqn.is_slope and not eqn.inside else 0
             if not event:
                 continue
@@ -156,8 +157,8 @@ class Uses:
             elif (i := self._facts.weight_of(eqn)) is not None:
                 self._weight(eqn, i, set())
                 self.last |= 0 if facts[1 - i].past & slopes else event
-            self.notes = before + [x for x in self.notes if x.number not in noted]
-            noted |= {note.number for note in self.notes[len(before) :]}
+            self.notes = before + [x for x in self.notes if x.parameter not in noted]
+            noted |= {note.parameter for note in self.notes[len(before) :]}
 
     def _entrywise(self, eqn: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes weights that meet activations entry by entry."""
@@ -169,15 +170,10 @@ class Uses:
 
     def _is_picked(self, atom: Atom) -> bool:
         """Whether a weight has entries that indices pick, other ones for each token."""
-
-        def follow(eqn: Eqn, k: int) -> list[int]:
-            return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
-
         if not self._has_picked:
             return False
         if atom not in self._picked:
-            made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-            self._picked[atom] = any(eqn and is_lookup(eqn) for eqn in made)
+            self._picked[atom] = any(map(is_lookup, self._eqns_of(atom)))
         return self._picked[atom]
 
     def _is_mixed_table(self, eqn: Eqn, i: int, other: Fact) -> bool:
@@ -192,15 +188,15 @@ class Uses:
 
     def _carries_and_branches(self, eqn: Eqn) -> None:
         """Notes a parameter that a loop starts with, or that a branch returns."""
-        of, first = self._facts.of, eqn.inside[0]
+        fact_of, first = self._facts.of, eqn.inside[0]
         pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
         if eqn.name == "cond":
             branches = (zip(x.outputs, eqn.outputs(), strict=True) for x in eqn.inside)
             pairs += itertools.chain(*branches)
         for given, taken in pairs:
             # Other trips or branches make this carry or result from activations.
-            if of(given).is_weight and not of(taken).is_weight:
-                self._use("elementwise", eqn, of(given))
+            if fact_of(given).is_weight and not fact_of(taken).is_weight:
+                self._use("elementwise", eqn, fact_of(given))
 
     def _unknown(self, eqn: Eqn, facts: list[Fact]) -> None:
         """Notes a primitive without a rule, which may do anything."""
@@ -226,7 +222,7 @@ class Uses:
         if i is None:
             i, kernels = self._facts.modulated(eqn)
             if kernels:
-                self._modulated(eqn, i, kernels, facts)
+                self._modulated(eqn, i, kernels, facts[1 - i])
             else:
                 self._routers.note(eqn, facts)
             return
@@ -243,38 +239,35 @@ class Uses:
             self._use("looked up", eqn, weight)
             return
         self._routers.keep_features(eqn, i, inputs[1 - i], other)
-        self._weight(eqn, i, self._experts(eqn, i, inputs[1 - i], other))
-        self.fed |= other.past
-        if other.is_deep and other.sole not in (None, -1):
-            self.features.add(other.sole)
+        self._applied_weight(eqn, i, other)
 
     def _modulated(
-        self, eqn: Eqn, i: int, kernels: list[Modulated], facts: list[Fact]
+        self, eqn: Eqn, i: int, kernels: list[Modulated], other: Fact
     ) -> None:
         """Notes kernels that activations scale or mix before a product."""
         for kernel in kernels:
             leaves = {*members(self._facts.of(kernel.atom).leaves)}
-            # There the kernel met activations, but not as a gain or a bias.
+            # The kernel met these activations, but not as a gain or a bias.
             self.notes = [
                 note
                 for note in self.notes
-                if note.eqn is not kernel.eqn or note.number not in leaves
+                if note.eqn is not kernel.eqn or note.parameter not in leaves
             ]
             for fact in self._facts.inputs(kernel.eqn) if kernel.is_mixed else ():
                 self._routers.note_mixers(fact)
-        other = facts[1 - i]
-        experts = self._experts(eqn, i, eqn.inputs()[1 - i], other)
-        self._weight(eqn, i, experts, kernels)
+        self._applied_weight(eqn, i, other, kernels)
+
+    def _applied_weight(
+        self, eqn: Eqn, i: int, other: Fact, kernels: Sequence[Modulated] = ()
+    ) -> None:
+        """Notes a weight, and what it is applied to."""
+        self._weight(eqn, i, self._experts(eqn, i, other), kernels)
         self.fed |= other.past
-        if other.is_deep and other.sole not in (None, -1):
-            self.features.add(other.sole)
+        if other.is_deep and other.only_kernel is not None:
+            self.features.add(other.only_kernel)
 
     def _weight(
-        self,
-        eqn: Eqn,
-        i: int,
-        experts: set[int],
-        kernels: Sequence[Modulated] = (),
+        self, eqn: Eqn, i: int, experts: set[int], kernels: Sequence[Modulated] = ()
     ) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = eqn.inputs()[i], eqn.shared, "contracted"
@@ -305,16 +298,14 @@ class Uses:
             return "input" if (to[d] is None) != is_back else "output"
 
         dims = [*range(len(atom.shape))]
-        of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         on_devices = any(not x.is_loop for x in atom.frame.lead)
         all_marks = dimensions(atom.rank, atom.shape, lead, on_devices)
-        all_marks += tuple(numbered(atom.rank, x.axis, x.size) for x in of_loops)
-        weights = [(atom, all_marks)]
+        weights, loops = [(atom, all_marks + atom.trips())], len(atom.loops)
         if kernels:
             over, free = sides_of(eqn, i)
-            dims, of_loops = [*over, *free], []
+            dims, loops = [*over, *free], 0
             weights = [(x.atom, x.all_marks) for x in kernels]
-        words = [role(d) for d in dims] + ["stack"] * len(of_loops)
+        words = [role(d) for d in dims] + ["stack"] * loops
         for weight, all_marks in weights:
             self._note_weight(eqn, weight, all_marks, words, kind)
 
@@ -328,10 +319,10 @@ class Uses:
     ) -> None:
         """Notes the parameters of a weight; `words` are the roles of its marks."""
         is_pair = self._facts.of(weight).is_pair
-        summands = self._reader.scaling.of(weight, all_marks)
+        summands = self._softmaxes.scaling.of(weight, all_marks)
         if is_pair:
-            # Without a parameter along what is summed over, as in a window that
-            # diagonal parameters make, no activation is contracted with any.
+            # If no parameter has the dimensions summed over, as in a window that
+            # diagonal parameters make, activations are not contracted with one.
             over = [
                 k
                 for k, (word, marks) in enumerate(zip(words, all_marks, strict=True))
@@ -361,30 +352,33 @@ class Uses:
 
     def _products_in(self, atom: Atom) -> set[Eqn]:
         """Returns the products of parameters in a weight."""
+        return {eqn for eqn in self._eqns_of(atom) if eqn.is_product}
+
+    def _eqns_of(self, atom: Atom) -> list[Eqn]:
+        """Returns the equations that made a weight from parameters."""
 
         def follow(eqn: Eqn, k: int) -> list[int]:
             return [i for i, x in enumerate(self._facts.inputs(eqn)) if x.is_weight]
 
-        made = (x.eqn for x in self._graph.walk(atom, atom.whole, follow))
-        return {eqn for eqn in made if eqn and eqn.is_product}
+        return [x.eqn for x in self._graph.walk(atom, atom.whole, follow) if x.eqn]
 
     def _judged(self, note: Note) -> Note:
-        """Returns a note, or another of a factor whose product is no weight."""
+        """Returns a note; a factor gets another kind if its product is no weight."""
         if note.kind != "factor" or note.eqn in self._weights:
             return note
-        is_table = (note.eqn, note.number) in self._tables
+        is_table = (note.eqn, note.parameter) in self._tables
         return note._replace(kind="looked up" if is_table else "elementwise")
 
     def _of_parameters(self, eqn: Eqn, inputs: list[Atom]) -> None:
         """Notes the factors of a product of parameters, a later product's weight."""
-        for atom, own, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
+        for atom, to, free in zip(inputs, eqn.to, ("input?", "output?"), strict=False):
             if self._is_picked(atom):
                 leaves = members(self._facts.of(atom).leaves)
-                self._tables |= {(eqn, number) for number in leaves}
-            for summand in self._reader.scaling.of(atom, atom.each()):
+                self._tables |= {(eqn, parameter) for parameter in leaves}
+            for summand in self._softmaxes.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
-                        (axis, own[d] is None)
+                        (axis, to[d] is None)
                         for d, marks in enumerate(f.all_marks)
                         for axis in varied(marks)
                     ]
@@ -397,7 +391,7 @@ class Uses:
                         Note("factor", f.parameter, eqn, roles=tuple(roles))
                     )
 
-    def _experts(self, eqn: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
+    def _experts(self, eqn: Eqn, i: int, other: Fact) -> set[int]:
         """Notes experts that made an activation; returns the weight's expert axes.
 
         Entries that go to different matrices are experts. The same holds for entries
@@ -407,7 +401,7 @@ class Uses:
         """
         if eqn.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        to = list(enumerate(eqn.to[1 - i]))
+        atom, to = eqn.inputs()[1 - i], list(enumerate(eqn.to[1 - i]))
         stack = {d for d, x in to if x in eqn.shared}
         gone = {d for d, x in to if x is None and atom.shape[d] > 1}
         weighed = self._routers.dims_of(atom) & gone if len(gone) > 1 else set()
@@ -416,12 +410,13 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        for _, number, all_marks in self._makers.of(atom, atom.each()):
-            marks_along: dict[int, set[int]] = {}
+        for _, parameter, all_marks in self._makers.of(atom, atom.each()):
+            dims_of_axis: dict[int, set[int]] = {}
             for d, marks in enumerate(all_marks):
                 for axis in varied(marks):
-                    marks_along.setdefault(axis, set()).add(d)
-            self.experts |= {(number, a) for a, of in marks_along.items() if of <= dims}
+                    dims_of_axis.setdefault(axis, set()).add(d)
+            axes = [axis for axis, x in dims_of_axis.items() if x <= dims]
+            self.experts |= {(parameter, axis) for axis in axes}
         pairs = {a[1 - i]: a[i] for a in eqn.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -430,17 +425,19 @@ class Uses:
         if len(facts) < 2:
             return
         for i in (0, 1):
-            kernel, other = facts[i].sole, facts[1 - i].sole
-            if kernel in (None, -1, other) or other is None or kernel in self.features:
+            kernel, other = facts[i].only_kernel, facts[1 - i]
+            if kernel is None or kernel in self.features:
+                continue
+            if not other.kernels or kernel == other.only_kernel:
                 continue
             mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
-            own = self._in_result(eqn, i, mine.get(kernel, []))
+            dims = self._in_result(eqn, i, mine.get(kernel, []))
             others.pop(kernel, None)
             theirs = [self._in_result(eqn, 1 - i, x) for x in others.values() if x]
-            if own and theirs:
+            if dims and theirs:
                 # In every kernel, heads come before their features.
-                n = len(own)
-                is_scale = any(n < len(x) and {*own} == {*x[:n]} for x in theirs)
+                n = len(dims)
+                is_scale = any(n < len(x) and {*dims} == {*x[:n]} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, eqn: Eqn, i: int, dims: list[int]) -> list[int]:
@@ -456,17 +453,17 @@ class Uses:
         """
         if not (fact.is_deep and (starts := _one_entry(eqn))):
             return
-        for _, number, all_marks in self._makers.of(atom, atom.numbered(starts)):
-            shape = self._graph.top.inputs[number].shape
+        for _, parameter, all_marks in self._makers.of(atom, atom.numbered(starts)):
+            shape = self._graph.top.inputs[parameter].shape
             for (d, entries), marks in zip(starts.items(), all_marks, strict=True):
                 for axis in axes if len(axes := varied(marks)) == 1 else ():
                     if marks.shape[axis] == atom.shape[d] == shape[axis]:
-                        self.cuts[number, axis] |= union(1 << x for x in entries)
+                        self.cuts[parameter, axis] |= union(1 << x for x in entries)
 
 
 def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
     """Returns the single entries that an equation takes, by their dimension."""
-    atom, found = eqn.inputs()[0], {}
+    atom, entries = eqn.inputs()[0], {}
     for k in range(len(eqn.jaxpr_eqn.outvars)):
         # Its rule shows where the entries of a result were taken from.
         (_, move), *_ = moves(eqn, k)
@@ -474,5 +471,5 @@ def _one_entry(eqn: Eqn) -> dict[int, list[int]]:
         for d, n in enumerate(atom.shape):
             line = marks_along(taken, atom.lead + d)
             if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
-                found.setdefault(d, []).append(int(line.argmax()))
-    return found
+                entries.setdefault(d, []).append(int(line.argmax()))
+    return entries

@@ -35,8 +35,8 @@ def divided(eqn: Any, values: list[np.ndarray]) -> Value:
     a, b = values
     is_float = any(x.dtype.kind == "f" for x in values)
     # Integers are rounded toward zero.
-    found = of_entries(np.divide if is_float else lambda a, b: (a - np.fmod(a, b)) // b)
-    return found(eqn, [a, b]) if b.all() else None
+    rule = of_entries(np.divide if is_float else lambda a, b: (a - np.fmod(a, b)) // b)
+    return rule(eqn, [a, b]) if b.all() else None
 
 
 def rest(eqn: Any, values: list[np.ndarray]) -> Value:
@@ -56,8 +56,8 @@ def reshape(eqn: Any, values: list[np.ndarray]) -> Value:
 def broadcast(eqn: Any, values: list[np.ndarray]) -> Value:
     lead, (x, *_) = len(eqn.frame.lead), values
     shape = [*x.shape[:lead], *[1] * len(eqn.output().shape)]
-    for d, at in enumerate(eqn.jaxpr_eqn.params["broadcast_dimensions"]):
-        shape[lead + at] = x.shape[lead + d]
+    for d, out_d in enumerate(eqn.jaxpr_eqn.params["broadcast_dimensions"]):
+        shape[lead + out_d] = x.shape[lead + d]
     return x.reshape(shape)
 
 
@@ -85,12 +85,12 @@ def static_slice(eqn: Any, values: list[np.ndarray]) -> Value:
     cut = [slice(*place) for place in places]
     sizes = zip(cut, x.shape[lead:], strict=True)
     return x[
-        (*[slice(None)] * lead, *(at if n > 1 else slice(None) for at, n in sizes))
+        (*[slice(None)] * lead, *(part if n > 1 else slice(None) for part, n in sizes))
     ]
 
 
 def concatenate(eqn: Any, values: list[np.ndarray]) -> Value:
-    is_new = eqn.name == "stack"  # the dimension, from JAX 0.12 on
+    is_new = eqn.name == "stack"  # makes the dimension, from JAX 0.12 on
     d = eqn.jaxpr_eqn.params["axis" if is_new else "dimension"]
     axis = len(eqn.frame.lead) + d
     if is_new:
@@ -101,51 +101,52 @@ def concatenate(eqn: Any, values: list[np.ndarray]) -> Value:
     shape = list(np.broadcast_shapes(*rest))
     if math.prod(shape) * sum(sizes) > MOST:
         return None
-    own = [[*shape[:axis], n, *shape[axis + 1 :]] for n in sizes]
-    return np.concatenate(list(map(np.broadcast_to, values, own)), axis)
+    shapes = [[*shape[:axis], n, *shape[axis + 1 :]] for n in sizes]
+    return np.concatenate(list(map(np.broadcast_to, values, shapes)), axis)
 
 
 def dynamic_slice(eqn: Any, values: list[np.ndarray]) -> Value:
     lead, (x, *starts) = len(eqn.frame.lead), values
-    of, sizes = eqn.inputs()[0].shape, eqn.output().shape
+    shape, sizes = eqn.inputs()[0].shape, eqn.output().shape
     for d, (n, start) in enumerate(zip(sizes, starts, strict=True)):
-        if x is not None and n < of[d]:
-            start = np.clip(start.reshape(start.shape[:lead]), 0, of[d] - n)
-            at = start[..., None] + np.arange(n)
-            taken = _taken(np.moveaxis(full(x, lead + d, of[d]), lead + d, lead), at)
+        if x is not None and n < shape[d]:
+            start = np.clip(start.reshape(start.shape[:lead]), 0, shape[d] - n)
+            places = start[..., None] + np.arange(n)
+            rows = np.moveaxis(full(x, lead + d, shape[d]), lead + d, lead)
+            taken = _taken(rows, places)
             x = taken if taken is None else np.moveaxis(taken, lead, lead + d)
     return x
 
 
 def gather(eqn: Any, values: list[np.ndarray]) -> Value:
     """Returns the rows of an array that indices pick along one axis."""
-    lead, (x, at), params = len(eqn.frame.lead), values, eqn.jaxpr_eqn.params
+    lead, (x, indices), params = len(eqn.frame.lead), values, eqn.jaxpr_eqn.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    of, rank = eqn.inputs()[0].shape, len(eqn.output().shape)
-    own = numbers.start_index_map
-    kept = [n for d, n in enumerate(of) if d not in own]
-    is_row = numbers.collapsed_slice_dims == own and len(own) == 1
+    shape, rank = eqn.inputs()[0].shape, len(eqn.output().shape)
+    picked = numbers.start_index_map
+    kept = [n for d, n in enumerate(shape) if d not in picked]
+    is_row = numbers.collapsed_slice_dims == picked and len(picked) == 1
     is_row &= numbers.offset_dims == tuple(range(rank - len(kept), rank))
-    if not is_row or [*sizes] != [1 if d in own else n for d, n in enumerate(of)]:
+    if not is_row or [*sizes] != [1 if d in picked else n for d, n in enumerate(shape)]:
         return None
-    axis = lead + own[0]
-    rows = np.moveaxis(full(x, axis, of[own[0]]), axis, lead)
-    return _taken(rows, np.clip(at[..., 0], 0, of[own[0]] - 1), lead)
+    axis = lead + picked[0]
+    rows = np.moveaxis(full(x, axis, shape[picked[0]]), axis, lead)
+    return _taken(rows, np.clip(indices[..., 0], 0, shape[picked[0]] - 1), lead)
 
 
-def _taken(rows: np.ndarray, at: np.ndarray, lead: int | None = None) -> Value:
+def _taken(rows: np.ndarray, places: np.ndarray, lead: int | None = None) -> Value:
     """Returns the rows, along the first axis after the lead, at some places."""
-    lead = at.ndim - 1 if lead is None else lead
+    lead = places.ndim - 1 if lead is None else lead
     rest = rows.shape[lead + 1 :]
-    own = np.broadcast_shapes(rows.shape[:lead], at.shape[:lead])
-    count = math.prod(at.shape[lead:])
-    if math.prod(own) * math.prod(rest) * max(count, rows.shape[lead]) > MOST:
+    lead_shape = np.broadcast_shapes(rows.shape[:lead], places.shape[:lead])
+    count = math.prod(places.shape[lead:])
+    if math.prod(lead_shape) * math.prod(rest) * max(count, rows.shape[lead]) > MOST:
         return None
-    flat = at.reshape((*at.shape[:lead], count, *[1] * len(rest)))
-    flat = np.broadcast_to(flat, (*own, count, *rest))
-    rows = np.broadcast_to(rows, (*own, *rows.shape[lead:]))
+    flat = places.reshape((*places.shape[:lead], count, *[1] * len(rest)))
+    flat = np.broadcast_to(flat, (*lead_shape, count, *rest))
+    rows = np.broadcast_to(rows, (*lead_shape, *rows.shape[lead:]))
     taken = np.take_along_axis(rows, flat, lead)
-    return taken.reshape((*own, *at.shape[lead:], *rest))
+    return taken.reshape((*lead_shape, *places.shape[lead:], *rest))
 
 
 def chosen(which: Any, *cases: Any) -> Any:

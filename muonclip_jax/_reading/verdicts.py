@@ -27,79 +27,79 @@ def verdicts(
     acts by indices and comparisons alone.
     """
     # An axis is also a stack if each of its entries is sliced off for a separate use:
-    # `of` has a bit for each entry, and all are set.
+    # `cuts` has a bit for each entry, and all are set.
     sliced_axes = {
-        (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
+        (i, a) for (i, a), bits in uses.cuts.items() if bits + 1 == 1 << shapes[i][a]
     }
     experts = uses.experts | sliced_axes
     # An output head feeds no further weight. A router selects activations, and its
     # selection is used. Kernels with one number for each head scale other outputs, but
     # are not used as features themselves.
-    output_heads = union(out.ends for out in outs) & ~uses.fed | uses.last
+    output_heads = union(out.writers for out in outs) & ~uses.fed | uses.last
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
     notes: list[list[Note]] = [[] for _ in shapes]
     for note in uses.notes:
-        notes[note.number].append(note)
+        notes[note.parameter].append(note)
 
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "read")
-        own = notes[i]
-        of = {note.kind: note for note in reversed(own)}  # the first note of each kind
-        if not own:
+        leaf_notes = notes[i]
+        first_notes = {note.kind: note for note in reversed(leaf_notes)}
+        if not leaf_notes:
             return Verdict("vector", None, "not used", "read", is_known=False)
 
-        def said(label: str, noted: str, kind: str = "", **more: Any) -> Verdict:
-            about = {"source": "read", "line": of[noted].line, **more}
+        def labeled(label: str, noted: str, kind: str = "", **more: Any) -> Verdict:
+            about = {"source": "read", "line": first_notes[noted].line, **more}
             return Verdict(label, None, kind or noted, **about)
 
         if i in frozen:
             words = "its gradient is stopped"
             if i in choosing:
                 words = "acts by indices and comparisons alone"
-            return said("frozen", own[0].kind, words)
-        if "looked up" in of:
-            tied = "looked up, tied" if "contracted" in of else ""
-            return said("embedding", "looked up", tied)
-        weights = [u for u in own if u.kind in ("contracted", "factor")]
+            return labeled("frozen", leaf_notes[0].kind, words)
+        if "looked up" in first_notes:
+            tied = "looked up, tied" if "contracted" in first_notes else ""
+            return labeled("embedding", "looked up", tied)
+        weights = [u for u in leaf_notes if u.kind in ("contracted", "factor")]
         if not weights:
             for kind in ("elementwise", "depthwise", "data"):
-                if kind in of:
-                    return said("vector", kind)
-            what = f"unknown: {of['unknown'].name}"
-            return said("vector", "unknown", what, is_known=False)
+                if kind in first_notes:
+                    return labeled("vector", kind)
+            what = f"unknown: {first_notes['unknown'].name}"
+            return labeled("vector", "unknown", what, is_known=False)
         inputs, outputs = _axes(weights, shape, {a for j, a in experts if j == i})
         kind = weights[0].kind
         if not inputs or not any(shape[axis] > 1 for axis in outputs):
-            return said("vector", kind, "one output" if inputs else "elementwise")
+            return labeled("vector", kind, "one output" if inputs else "elementwise")
         events = union(use.event for use in weights)
         if events & routers:
-            return said("router", kind, "chooses")
+            return labeled("router", kind, "chooses")
         if events & output_heads:
-            return said("head", kind, "writes the output")
+            return labeled("head", kind, "writes the output")
         if i in of_heads:
-            return said("vector", kind, "one number for each head")
+            return labeled("vector", kind, "one number for each head")
         sides: Any = ((x if x[1:] else x[0]) for x in (inputs, outputs))
-        kind = "contracted" if "contracted" in of else "factor"
+        kind = "contracted" if "contracted" in first_notes else "factor"
         words = "factor of a product" if kind == "factor" else ""
-        return said("matrix", kind, words)._replace(
+        return labeled("matrix", kind, words)._replace(
             numbers=MuonDimensionNumbers(*sides)
         )
 
     return [verdict(i, shape) for i, shape in enumerate(shapes)]
 
 
-#: Labels in which layers of one structure agree. Not so the head, which is the last
-#: layer of a network; a layer may be frozen, and its table tied.
+#: Labels on which layers of one structure agree. They need not agree on others: the
+#: head is the last layer alone, and single layers may be frozen or tied.
 _OF_LAYERS = ("matrix", "router", "vector")
 
 _NUMBER = re.compile(r"\d+")
 
 
 def doubted(
-    all_paths: Sequence[Path], shapes: Sequence[Shape], said: Sequence[Verdict]
+    all_paths: Sequence[Path], shapes: Sequence[Shape], leaf_verdicts: Sequence[Verdict]
 ) -> list[Verdict]:
     """Returns the verdicts; those that differ from layer to layer alone are unknown.
 
@@ -108,19 +108,20 @@ def doubted(
     nothing else would show it.
     """
     layers: dict[Any, list[int]] = {}
-    for i, (path, shape, x) in enumerate(zip(all_paths, shapes, said, strict=True)):
+    rows = zip(all_paths, shapes, leaf_verdicts, strict=True)
+    for i, (path, shape, x) in enumerate(rows):
         module = tuple(_NUMBER.sub("*", str(key)) for key in path[:-1])
         if x.label in _OF_LAYERS and x.source == "read" and x.is_known and x.line:
             layers.setdefault((module, path[-1:], shape, x.line), []).append(i)
-    found = [*said]
-    for own in layers.values():
-        labels = list(dict.fromkeys(said[i].label for i in own))
-        if len({said[i][:2] for i in own}) > 1:
+    changed = [*leaf_verdicts]
+    for indices in layers.values():
+        labels = list(dict.fromkeys(leaf_verdicts[i].label for i in indices))
+        if len({leaf_verdicts[i][:2] for i in indices}) > 1:
             what = " or ".join(labels) if labels[1:] else f"{labels[0]} of other axes"
-            kind = f"a {what}, layer by layer, at {said[own[0]].line}"
-            for i in own:
-                found[i] = said[i]._replace(kind=kind, is_known=False)
-    return found
+            kind = f"a {what}, layer by layer, at {leaf_verdicts[indices[0]].line}"
+            for i in indices:
+                changed[i] = leaf_verdicts[i]._replace(kind=kind, is_known=False)
+    return changed
 
 
 def _axes(
@@ -154,9 +155,9 @@ def _axes(
         missing = "output" if "input" in roles.values() else "input"
         # Heads and their features in one axis are an output that is also summed over.
         ranks = ranks or [i for i, vote in enumerate(votes) if vote["rank"]]
-        own = [i for i in ranks if i not in roles]
+        free_ranks = [i for i in ranks if i not in roles]
         roles |= dict.fromkeys(
-            own or (ranks if len(ranks) < len(roles) else []), missing
+            free_ranks or (ranks if len(ranks) < len(roles) else []), missing
         )
     inputs, outputs = (
         tuple(sorted(i for i in roles if roles[i] == side))
