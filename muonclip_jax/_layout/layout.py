@@ -85,8 +85,8 @@ class Layout(NamedTuple):
         An axis of `vmap` alongside those of a mesh has no devices of its own.
         """
         cut = (axis for leaf in self.leaves for axis in cut_axes(leaf.cut))
-        found, manual = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
-        return tuple(a for a in found if a in manual) or tuple(found)
+        axes, mapped = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
+        return tuple(a for a in axes if a in mapped) or tuple(axes)
 
     def of(self, tree: Any) -> list[PlacedLeaf]:
         """The leaves with the arrays of another tree of this structure."""
@@ -108,15 +108,15 @@ class Layout(NamedTuple):
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
             return None, leaves
         ambient = None if ambient.empty else ambient
-        found = [found_sharding(leaf, ambient) for leaf in leaves]
-        on_one = [leaf for leaf in found if leaf.mesh is not None]
-        if not on_one:
+        located = [found_sharding(leaf, ambient) for leaf in leaves]
+        placed = [leaf for leaf in located if leaf.mesh is not None]
+        if not placed:
             return None, leaves
-        check_one_mesh(on_one)
+        check_one_mesh(placed)
         # One that names its devices, if there is one.
-        meshes = [leaf.mesh for leaf in on_one]
+        meshes = [leaf.mesh for leaf in placed]
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
-        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
+        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, located)
 
     def places(
         self, leaves: Sequence[PlacedLeaf], slow: AxisNames = ()
@@ -131,13 +131,13 @@ class Layout(NamedTuple):
         # is set around: the mapped axes alone say what others hold.
         axes = self.shared_axes
         mesh, leaves = (None, leaves) if axes else self.on_mesh(leaves)
-        known = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
-        if known and (absent := [axis for axis in slow if axis not in known]):
+        axes_here = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
+        if axes_here and (absent := [axis for axis in slow if axis not in axes_here]):
             raise ValueError(
                 f"slow_axes names axes that are none here: {absent}; there are "
-                f"{sorted(map(str, known))}"
+                f"{sorted(map(str, axes_here))}"
             )
-        found: dict[Place, dict[int, MatrixLeaf]] = {}
+        groups: dict[Place, dict[int, MatrixLeaf]] = {}
         for i, leaf in enumerate(leaves):
             spec, place = leaf.spec, Place("one device")
             if axes:
@@ -148,11 +148,11 @@ class Layout(NamedTuple):
                 place = Place(kind, mesh, slow=slow)
             if leaf.view:
                 matrices = MatrixLeaf(leaf.array, leaf.view, spec or PartitionSpec())
-                found.setdefault(place, {})[i] = matrices
+                groups.setdefault(place, {})[i] = matrices
         # A mesh may have two places: leaves whose sharding is known, and others. The
         # known ones are exchanged by a plan, which sends fewer bytes than XLA does, and
         # one leaf of unknown sharding must not take that from the others.
-        return sorted(found.items(), key=lambda group: group[0].kind)
+        return sorted(groups.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
         """Averages gradients over the replicas, and keeps how they are sharded from
@@ -197,14 +197,14 @@ class Layout(NamedTuple):
         for leaf in leaves:
             if not isinstance(leaf.array, jax.Array):
                 continue
-            own, given = manual_axes(leaf.array), cut_axes(leaf.cut)
-            if differs := own.intersection(shared).difference(given):
+            varying, cutting = manual_axes(leaf.array), cut_axes(leaf.cut)
+            if differs := varying.intersection(shared).difference(cutting):
                 raise ValueError(
                     f"'{show(leaf.path)}' differs along {sorted(map(str, differs))}: "
                     "say in shardings how these axes cut it, or name them in "
                     "axis_name, to average gradients over them"
                 )
-            if whole := set(given).difference(own):
+            if whole := set(cutting).difference(varying):
                 raise ValueError(
                     f"shardings says that {sorted(whole)} cut '{show(leaf.path)}', but "
                     "it is the same on all devices along them: give jax.shard_map the "
@@ -290,8 +290,8 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
     # `multi_steps` accumulates gradients before the transformation inside it sees them.
     # A mean over replicas that only that one computes would come too late: each replica
     # has accumulated its own, and skipped steps by itself.
-    known = getattr(attention_stats, "reduced_over", replicas)
-    if missing := [axis for axis in replicas if axis not in known]:
+    reduced = getattr(attention_stats, "reduced_over", replicas)
+    if missing := [axis for axis in replicas if axis not in reduced]:
         raise ValueError(
             f"the optimizer inside multi_steps has axis_name={missing}: gradients have "
             "to be averaged over it before they are accumulated. Give multi_steps the "
@@ -315,8 +315,8 @@ def check_gradients(leaves: Sequence[PlacedLeaf]) -> None:
 
 def differing(x: jax.Array, along: AxisNames) -> AxisNames:
     """The axes among `along` along which an array may differ, as far as types know."""
-    own = manual_axes(x)
-    return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
+    varying = manual_axes(x)
+    return tuple(axis for axis in along if axis in varying or not is_checked((axis,)))
 
 
 def cut_axes(

@@ -119,8 +119,8 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     """True if an array is known to be sharded as `spec` says, in its type too."""
     if isinstance(x, Tracer):
         return False
-    own_mesh, own = _of_array(x)
-    return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
+    x_mesh, x_spec = _of_array(x)
+    return x_spec is not None and _same(x_mesh, mesh) and _cuts(x_spec) == _cuts(spec)
 
 
 def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
@@ -153,8 +153,8 @@ def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf
 
 def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     # Abstract params may have none.
-    own = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
-    sharding = getattr(own, "sharding", None)
+    typed = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+    sharding = getattr(typed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None, None
     # The spec in the type of a tracer leaves out automatic axes: an empty one does not
@@ -175,12 +175,12 @@ def check_one_mesh(leaves: Sequence[PlacedLeaf]) -> None:
             )
 
 
-def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
+def _check_agree(path: Path, x: Any, actual: Any, expected: Any) -> None:
     """Raises if an array is known to be sharded otherwise than the user says."""
-    (mesh, spec), (other, wanted) = own, given
+    (mesh, spec), (other, wanted) = actual, expected
     # A tracer on a mesh of both kinds of axes shows the explicit ones alone, which are
     # compared.
-    traced = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
+    traced = mesh.auto_axes if mesh and isinstance(x, Tracer) else ()
     # An axis of one device cuts nothing.
     hidden = {*traced, *(name for name, size in other.shape.items() if size == 1)}
     same_spec = spec is None or _cuts(spec, hidden) == _cuts(wanted, hidden)

@@ -60,22 +60,22 @@ def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:
     parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, StatePart))
     mesh, leaves = layout.on_mesh(layout.of(params))
     leaf_at = {leaf.path: leaf for leaf in leaves}
-    owned = [(leaf_at[part.path], part) for part in parts]
+    pairs = [(leaf_at[part.path], part) for part in parts]
     results = [
         leaf.array if is_masked(leaf.array) else _zeros_like(leaf.array, part)
-        for leaf, part in owned
+        for leaf, part in pairs
     ]
-    return treedef.unflatten(results if mesh is None else _put(results, owned, mesh))
+    return treedef.unflatten(results if mesh is None else _put(results, pairs, mesh))
 
 
 def _put(
-    results: list[Any], owned: Sequence[tuple[PlacedLeaf, StatePart]], mesh: Any
+    results: list[Any], pairs: Sequence[tuple[PlacedLeaf, StatePart]], mesh: Any
 ) -> list[Any]:
     """Puts zeros where the leaves of which they are parts are."""
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
     moved = {}
-    for i, (leaf, part) in enumerate(owned):
+    for i, (leaf, part) in enumerate(pairs):
         if leaf.spec is not None:
             spec = but_along(part.sizes, leaf.spec)
             if not is_sharded_as(results[i], mesh, spec):
@@ -92,17 +92,17 @@ def _put(
         # Programs replicate what has no entries, so that a step would move it.
         put = jax.jit(jnp.asarray)
         results = [x if is_masked(x) or x.size else put(x) for x in results]
-    traced = [i for i, (leaf, _) in enumerate(owned) if isinstance(leaf.array, Tracer)]
+    traced = [i for i, (leaf, _) in enumerate(pairs) if isinstance(leaf.array, Tracer)]
     for i in traced:
         # A tracer shows no automatic axes.
-        leaf, part = owned[i]
+        leaf, part = pairs[i]
         if leaf.given is None:
             axes, x = tuple(part.sizes), leaf.array
             like = jnp.sum(x, axes, keepdims=True) if axes else x
             results[i] = sharded_like(results[i], like)
     # A tracer's mesh does not name its devices. A param does, but jit drops one that
     # nothing reads.
-    kept = [owned[i][0].array for i in traced]
+    kept = [pairs[i][0].array for i in traced]
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 
 

@@ -36,9 +36,9 @@ class Piece(NamedTuple):
     units: tuple[int, int] = (0, 0)
 
     @property
-    def of(self) -> list[int | None]:
+    def leaf_axes(self) -> list[int | None]:
         """The axis of the leaf that each axis is, or is the major factor of."""
-        return [axis.of for axis in self.axes]
+        return [axis.leaf_axis for axis in self.axes]
 
 
 #: From arrays in the place of pieces to arrays in the place of leaves.
@@ -52,9 +52,9 @@ def divide(leaves: Sequence[MatrixLeaf]) -> tuple[list[MatrixLeaf], Unite]:
         return [*leaves], list
     cuts = [(leaf, _Slicing.of(leaf.view)) for leaf in leaves]
 
-    def unite(found: Iterable[jax.Array]) -> list[jax.Array]:
-        each = iter(found)
-        return [cut.unite(each, leaf.array.shape) for leaf, cut in cuts]
+    def unite(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+        remaining = iter(arrays)
+        return [cut.unite(remaining, leaf.array.shape) for leaf, cut in cuts]
 
     return [piece for leaf, cut in cuts for piece in cut.divide(leaf)], unite
 
@@ -84,13 +84,13 @@ class _Axis(NamedTuple):
     **Arguments:**
 
     - `size`: of it.
-    - `of`: the leaf's axis that it is, or is the major factor of. A mesh cuts an axis
-        into consecutive blocks, and so only its major factor.
+    - `leaf_axis`: the leaf's axis that it is, or is the major factor of. A mesh cuts an
+        axis into consecutive blocks, and so only its major factor.
     - `inner`: for outputs, how many of them one step along it goes by.
     """
 
     size: int
-    of: int | None
+    leaf_axis: int | None
     inner: int = 0
 
 
@@ -134,25 +134,25 @@ class _Slicing:
         pieces, stop = [], 0
         for size, head_dim in parts:
             start, stop = stop, stop + size // unit
-            found = units(stop - start) + rest
+            part_axes = units(stop - start) + rest
             if head_dim is not None:
-                found = _factored(found, {head_dim})
-            axes = [*before, *groups, *found, *after]
+                part_axes = _factored(part_axes, {head_dim})
+            axes = [*before, *groups, *part_axes, *after]
             # Outputs alone have an `inner`, which is 1 at least.
-            place = {a.of: at for at, a in enumerate(axes) if not a.inner}
+            index_of = {a.leaf_axis: j for j, a in enumerate(axes) if not a.inner}
             # A part that stays whole is one matrix of all its groups.
-            at = range(len(before), len(before) + len(groups) + len(found))
+            indices = range(len(before), len(before) + len(groups) + len(part_axes))
             stacked = [
-                j for j in at if head_dim is not None and axes[j].inner >= head_dim
+                j for j in indices if head_dim is not None and axes[j].inner >= head_dim
             ]
-            own = MatrixView(
-                (*(place[j] for j in view.batch), *stacked),
-                tuple(place[j] for j in view.reduction),
-                tuple(j for j in at if j not in stacked),
+            piece_view = MatrixView(
+                (*(index_of[j] for j in view.batch), *stacked),
+                tuple(index_of[j] for j in view.reduction),
+                tuple(j for j in indices if j not in stacked),
                 tuple(a.size for a in axes),
                 view.is_directed,
             )
-            pieces.append(Piece(own, axes, (start, stop)))
+            pieces.append(Piece(piece_view, axes, (start, stop)))
         axes = [*before, *groups, *units(stop), *rest, *after]
         return cls(view.shape, axes, len(before) + len(groups), pieces)
 
@@ -169,19 +169,19 @@ class _Slicing:
             MatrixLeaf(
                 jax.lax.reshape(x, local(piece.axes)),
                 piece.view,
-                PartitionSpec(*map(entries.get, piece.of)),  # type: ignore[arg-type]
+                PartitionSpec(*map(entries.get, piece.leaf_axes)),  # type: ignore[arg-type]
             )
             for x, piece in zip(slices, self.pieces, strict=True)
         ]
 
-    def unite(self, found: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def unite(self, arrays: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """The leaf, or block, of this shape, from the next of its pieces."""
         if len(self.pieces) == 1:
-            return jax.lax.reshape(next(found), shape)
+            return jax.lax.reshape(next(arrays), shape)
         local = self._local(shape)
         before, after = self.axes[: self.sliced], self.axes[self.sliced + 1 :]
         slices = [
-            jax.lax.reshape(next(found), (*local(before), stop - start, *local(after)))
+            jax.lax.reshape(next(arrays), (*local(before), stop - start, *local(after)))
             for start, stop in (piece.units for piece in self.pieces)
         ]
         return jax.lax.reshape(jnp.concatenate(slices, self.sliced), shape)
@@ -191,13 +191,14 @@ class _Slicing:
         # A mesh cuts major factors alone, so that a block has all of every other.
         counts = [n // m for n, m in zip(self.shape, shape, strict=True)]
         return lambda axes: [
-            a.size if a.of is None else a.size // counts[a.of] for a in axes
+            a.size if a.leaf_axis is None else a.size // counts[a.leaf_axis]
+            for a in axes
         ]
 
 
 def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
     """The same axes, split such that each of the strides is that of one of them."""
-    found = []
+    factors = []
     for axis in axes:
         stop = axis.size * axis.inner
         inside = sorted(n for n in strides if axis.inner < n < stop)
@@ -208,8 +209,10 @@ def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
             # A step along one axis goes through a part or a head: as one axis all of
             # them can be cut anywhere.
             size = math.prod(a.size for a in axes)
-            major = next((a.of for a in axes if a.size > 1), None)
+            major = next((a.leaf_axis for a in axes if a.size > 1), None)
             return _factored([_Axis(size, major, axes[-1].inner)], strides)
         for low, high in reversed(list(itertools.pairwise(bounds))):
-            found.append(_Axis(high // low, axis.of if high == stop else None, low))
-    return found
+            factors.append(
+                _Axis(high // low, axis.leaf_axis if high == stop else None, low)
+            )
+    return factors

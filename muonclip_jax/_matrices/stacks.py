@@ -91,13 +91,13 @@ def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:
 
     def axes_of(given: Any) -> tuple[int, ...]:
         given = tuple(given) if isinstance(given, Iterable) else (given,)
-        found = [check_whole_number("an axis", axis) for axis in given]
-        for axis in found:
+        axes = [check_whole_number("an axis", axis) for axis in given]
+        for axis in axes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"axis {axis} is out of range for {len(shape)} dimensions"
                 )
-        return tuple(axis % len(shape) for axis in found)
+        return tuple(axis % len(shape) for axis in axes)
 
     reduction, output = axes_of(numbers.reduction_axis), axes_of(numbers.output_axis)
     named = reduction + output
@@ -166,7 +166,7 @@ class MatrixLeaf:
         default=PartitionSpec(), metadata={"static": True}
     )
 
-    def of(self, array: jax.Array) -> "MatrixLeaf":
+    def with_array(self, array: jax.Array) -> "MatrixLeaf":
         """Returns those of another array."""
         return dataclasses.replace(self, array=array)
 
@@ -260,8 +260,8 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
             step = jnp.asarray(i, np.int32)  # under disable_jit a number
             return {x: jax.lax.add(number, step) for x, number in numbers.items()}
 
-        known = {x: np.int32(x - 1) for x in sorted(itertools.chain(*digits))}
-        opaque = jax.lax.fori_loop(0, 2, add, known)
+        constants = {x: np.int32(x - 1) for x in sorted(itertools.chain(*digits))}
+        opaque = jax.lax.fori_loop(0, 2, add, constants)
         inner, matrix = (np.int32(0),) * (stack.ndim - 1), stack.shape[1:]
         parts = []
         cut = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)

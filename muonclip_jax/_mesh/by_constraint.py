@@ -59,7 +59,7 @@ def orthogonalize_by_constraint(
     slow: AxisNames = (),
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
-    pieces, unite = divide([leaf.of(keep_sharding(leaf.array)) for leaf in leaves])
+    pieces, unite = divide([x.with_array(keep_sharding(x.array)) for x in leaves])
     # Along slow axes XLA is asked for copies.
     sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in slow}
     axes, devices = tuple(sizes), math.prod(sizes.values())
@@ -77,16 +77,16 @@ def orthogonalize_by_constraint(
 
     def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
         device = jax.lax.axis_index(axes) if axes else 0
-        late = [()] * len(plan)
+        barriers = [()] * len(plan)
         iterated = []
         for i, ((_, share), x) in enumerate(
-            zip(plan, wait_for_all(slots, late), strict=True)
+            zip(plan, wait_for_all(slots, barriers), strict=True)
         ):
             # A name by which benchmarks know its loop.
             with jax.named_scope(f"stack{i}"):
                 count = jnp.asarray(share.counts)[device]
                 iterated.append(solver.orthogonalize_all(x, count))
-        return wait_for_all(iterated, late)
+        return wait_for_all(iterated, barriers)
 
     arrived = []
     for stack, share in plan:
@@ -140,8 +140,8 @@ def _side_by_side(leaves: Sequence[jax.Array], devices: int) -> jax.Array:
 def _apart(slots: jax.Array, devices: int, stack: Stack, results: list[Any]) -> None:
     """Puts the leaves of what `_side_by_side` has put together into `results`."""
     parts = slots.reshape(devices, len(stack.parts), -1, *stack.shape)
-    for at, (i, leaf) in enumerate(stack.parts):
-        x = parts[:, at].reshape(-1, *stack.shape)
+    for place, (i, leaf) in enumerate(stack.parts):
+        x = parts[:, place].reshape(-1, *stack.shape)
         results[i] = leaf.view.from_matrices(x)
 
 
@@ -185,20 +185,20 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
 
     To put them in any other order would be a gather, which it does not partition well.
     """
-    loads, found = np.zeros(devices), {}
+    loads, slots_of_stack = np.zeros(devices), {}
     for i in by_cost([cost for _, cost in stacks]):
         count, cost = stacks[i]
         # Few devices with full slots, or more of them with half as many: the second is
         # better where the first stacks have left some devices nothing to do.
         least = max(1, math.ceil(count / devices))
-        shares = [_where_least_busy(loads, count, least)]
+        candidates = [_where_least_busy(loads, count, least)]
         # Even stacks may be where they have to be.
         if count % devices:
-            shares.append(_where_least_busy(loads, count, 2 * least))
-        after = [loads + float(cost) * share.counts for share in shares]
-        best = int(np.argmin([x.max() for x in after]))
-        found[i], loads = shares[best], after[best]
-    return [found[i] for i in range(len(stacks))]
+            candidates.append(_where_least_busy(loads, count, 2 * least))
+        loads_after = [loads + float(cost) * share.counts for share in candidates]
+        best = int(np.argmin([x.max() for x in loads_after]))
+        slots_of_stack[i], loads = candidates[best], loads_after[best]
+    return [slots_of_stack[i] for i in range(len(stacks))]
 
 
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:

@@ -103,7 +103,9 @@ def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
     pieces, through = pieces_of(leaf.view), set()
     for axis, (_, count) in enumerate(blocks_along(leaf.view.shape, leaf.spec, mesh)):
         sizes = [
-            piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
+            piece.view.shape[piece.leaf_axes.index(axis)]
+            if axis in piece.leaf_axes
+            else 1
             for piece in pieces
         ]
         if any(size % count for size in sizes):
@@ -135,7 +137,7 @@ def orthogonalize_by_replicas(
     several = tuple(name for name in axes if sizes[name] > 1)
     shared = tuple(name for name in several if name not in slow)
     if shared and is_checked(shared):
-        leaves = [leaf.of(varying(leaf.array, shared)) for leaf in leaves]
+        leaves = [leaf.with_array(varying(leaf.array, shared)) for leaf in leaves]
     return on_whole_blocks(
         lambda whole: share_among_devices(solver, whole, sizes, slow),
         leaves,
@@ -167,13 +169,13 @@ def share_among_devices(
     # in between would make every device wait for the slowest of each.
     # Work that is repeated along slow axes does not wait for work that differs along
     # them: by its type it would differ, too.
-    late = [None if exchange.is_even else exchange.repeated for exchange in plan]
-    ready = wait_for_all(arrived, late)
-    for way in {*late}:
-        ready[late.index(way)] = arrived[late.index(way)]
+    barriers = [None if exchange.is_even else exchange.repeated for exchange in plan]
+    ready = wait_for_all(arrived, barriers)
+    for barrier in {*barriers}:
+        ready[barriers.index(barrier)] = arrived[barriers.index(barrier)]
     iterated = [exchange.iterate(x) for exchange, x in zip(plan, ready, strict=True)]
     results: list[Any] = list(pieces)
-    for exchange, x in zip(plan, wait_for_all(iterated, late), strict=True):
+    for exchange, x in zip(plan, wait_for_all(iterated, barriers), strict=True):
         for owned, blocks in zip(exchange.stacks, exchange.depart(x), strict=True):
             owned.stack.scatter(blocks, results)
     return unite([*map(_stored, results)])
@@ -225,11 +227,11 @@ def _owned_stacks(
         if not cut.sharded and solver.commutes_with_transposition:
             view = view.wide  # a device has all of a matrix, and to turn it is free
             cut = cut_of(view, spec, mesh, slow)
-        own = local_view(view, spec, mesh)
-        share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
+        local = local_view(view, spec, mesh)
+        share, rest = divmod(local.count, math.prod(mesh[n] for n in cut.members))
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
         key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
-        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=own)))
+        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=local)))
     stacks = [
         (Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])), cut)
         for (cut, dtype, _), parts in groups.items()
@@ -251,19 +253,21 @@ def _owned_stacks(
     ]
 
 
-def wait_for_all(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
-    """Makes arrays that are late in the same way available only once all of them are.
+def wait_for_all(
+    arrays: Sequence[jax.Array], barriers: Sequence[Any]
+) -> list[jax.Array]:
+    """Makes the arrays of one barrier available only once all of them are.
 
-    `None` is not late.
+    An array whose barrier is `None` does not wait.
     """
-    found = [*arrays]
-    for way in dict.fromkeys(x for x in late if x is not None):
-        waiting = [i for i, x in enumerate(late) if x == way]
+    results = [*arrays]
+    for barrier in dict.fromkeys(x for x in barriers if x is not None):
+        waiting = [i for i, x in enumerate(barriers) if x == barrier]
         if len(waiting) > 1:
             zero = zero_after([arrays[i] for i in waiting])
             for i in waiting:
-                found[i] = _wait_for(zero, arrays[i])
-    return found
+                results[i] = _wait_for(zero, arrays[i])
+    return results
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:

@@ -84,14 +84,14 @@ def cut_of(
     names = [tuple(n for n in mesh_axes(e) if mesh[n] > 1) for e in entries]
 
     def factors(axes: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
-        found: list[tuple[int, tuple[str, ...]]] = []
+        merged: list[tuple[int, tuple[str, ...]]] = []
         for axis in axes:
             size, cut = view.shape[axis], names[axis]
             # Whole axes that follow a cut one are one axis with it.
-            if found and not cut:
-                size, cut = found[-1][0] * size, found.pop()[1]
-            found.append((size, cut))
-        return found
+            if merged and not cut:
+                size, cut = merged[-1][0] * size, merged.pop()[1]
+            merged.append((size, cut))
+        return merged
 
     inner = (*factors(view.reduction), *factors(view.output))
     batch = {name for axis in view.batch for name in names[axis]}
@@ -200,7 +200,7 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
         + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)
         / devices
     )
-    loads, sent, found = np.zeros(devices), np.zeros(devices), {}
+    loads, sent, counts = np.zeros(devices), np.zeros(devices), {}
     for i in by_cost([stack.cost for stack in stacks]):
         count, cost, entries, groups = stacks[i]
         order = rank[groups].min(axis=0)
@@ -212,8 +212,8 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
             taken[chosen] += 1
             loads[groups[:, chosen]] += float(cost)
             sent[groups[:, chosen]] += entries
-        found[i] = taken
-    return [found[i] for i in range(len(stacks))]
+        counts[i] = taken
+    return [counts[i] for i in range(len(stacks))]
 
 
 def by_cost(costs: Sequence[float]) -> list[int]:

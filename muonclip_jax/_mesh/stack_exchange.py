@@ -85,8 +85,8 @@ class StackExchange:
         starts = np.cumsum(self.counts) - self.counts
         if len(self.counts) > MOST_RUNS:
             # After the last matrix there is none to put into a slot.
-            found = starts[:, None] + np.arange(self.slots)
-            return jnp.take(x, np.minimum(found, len(x) - 1).reshape(-1), axis=0)
+            sources = starts[:, None] + np.arange(self.slots)
+            return jnp.take(x, np.minimum(sources, len(x) - 1).reshape(-1), axis=0)
         x = jnp.pad(x, [(0, self.slots), (0, 0), (0, 0)])
         return jnp.concatenate([x[i : i + self.slots] for i in starts.tolist()])
 

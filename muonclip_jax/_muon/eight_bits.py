@@ -106,8 +106,8 @@ def encode(
     # then costs the others of its row their precision only in its own column.
     size = jnp.abs(rest)
     # A maximum may pass over what is not a number; a sum does not.
-    nothing = 0 * jnp.sum(size, view.output, keepdims=True)
-    rows = _at_least(jnp.max(size, view.output, keepdims=True) + nothing)
+    zero_or_nan = 0 * jnp.sum(size, view.output, keepdims=True)
+    rows = _at_least(jnp.max(size, view.output, keepdims=True) + zero_or_nan)
     columns = _at_least(jnp.max(size, view.reduction, keepdims=True))
     share = _divided(rest, _scale_of_entries(rows, columns))
     return _code(share), Scales(rows, columns, directions)
@@ -149,8 +149,8 @@ def _subspace_step(momentum: jax.Array, right: Vectors, view: MatrixView) -> Dir
     start = _decoded(right.codes) + _pattern(right.codes, view)
     image = _orthonormal(_product(f"{m},{q}->{p}", momentum, start), view)
     left = _vectors(image, view.reduction)
-    found = _product(f"{m},{p}->{q}", momentum, left.decode())
-    return Directions(left, _vectors(found, view.output))
+    projection = _product(f"{m},{p}->{q}", momentum, left.decode())
+    return Directions(left, _vectors(projection, view.output))
 
 
 def _low_rank(directions: Directions, view: MatrixView) -> jax.Array:

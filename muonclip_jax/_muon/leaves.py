@@ -27,13 +27,13 @@ from .._parameters.question import BEFORE_THE_MASK
 
 def read_leaves(
     tree: Any,
-    known: Knowledge,
+    knowledge: Knowledge,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> Layout:
     """The layout of a tree, with the matrices of its leaves."""
     layout = read_layout(tree, shardings, axis_name)
-    verdicts = known.verdicts(layout.whole)
+    verdicts = knowledge.verdicts(layout.whole)
     views = views_of(verdicts, layout.whole)
     entries = zip(layout.leaves, views, verdicts, strict=True)
     leaves = (leaf._replace(view=v, verdict=verdict) for leaf, v, verdict in entries)
@@ -51,7 +51,7 @@ def for_leaves(
     name: str,
     build: Callable[[Layout], optax.GradientTransformationExtraArgs],
     state_type: type,
-    known: Knowledge,
+    knowledge: Knowledge,
     *,
     shardings: Shardings | None,
     axis_name: Hashable | None,
@@ -65,7 +65,7 @@ def for_leaves(
     """
     axis_names(axis_name)  # raises at construction for what is none
     read = functools.partial(
-        read_leaves, known=known, shardings=shardings, axis_name=axis_name
+        read_leaves, knowledge=knowledge, shardings=shardings, axis_name=axis_name
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -108,15 +108,15 @@ def _check_made_so(
         expected = jax.eval_shape(tx.init, like)
     except Exception:  # another mistake, which is reported as it came
         return
-    own, others = (
+    held, needed = (
         {
             f"{jax.tree_util.keystr(path)} {np.shape(leaf)}"
             for path, leaf in jax.tree.leaves_with_path(x)
         }
         for x in (state, expected)
     )
-    if own != others or jax.tree.structure(state) != jax.tree.structure(expected):
-        lacks, has = (", ".join(sorted(x)[:3]) for x in (others - own, own - others))
+    if held != needed or jax.tree.structure(state) != jax.tree.structure(expected):
+        lacks, has = (", ".join(sorted(x)[:3]) for x in (needed - held, held - needed))
         differ = [f"it lacks {lacks}"] * bool(lacks) + [f"it has {has}"] * bool(has)
         raise ValueError(
             f"the state was made by a {name} with other settings"

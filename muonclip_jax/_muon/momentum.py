@@ -139,7 +139,7 @@ class Momentum(NamedTuple):
         kept, ahead = layout.tree.of(state.mu), list(gradients)
         # By the state's dtypes: a file without types restores those it was saved with.
         unit = _unit(state.mu)
-        old = state.unit / unit
+        unit_ratio = state.unit / unit
         # Scales are by path, since leaves without a matrix have none.
         last: Any = state.scales
         scales: dict[str, eight_bits.Scales] = {}
@@ -155,7 +155,7 @@ class Momentum(NamedTuple):
                 )
             else:
                 kept[i], x = _accumulate(
-                    beta, kept[i], leaf.array, self.nesterov, unit, old
+                    beta, kept[i], leaf.array, self.nesterov, unit, unit_ratio
                 )
             ahead[i] = leaf._replace(array=x)
         mu = layout.tree.unflatten(kept)
@@ -167,8 +167,8 @@ class Momentum(NamedTuple):
 
 def _refuse(layout: Layout, is_of: Callable[[PlacedLeaf], Any], problem: str) -> None:
     """Raises for matrices of which momentum cannot be kept."""
-    if found := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
-        raise ValueError(problem.format(paths.show_all(found)))
+    if refused := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
+        raise ValueError(problem.format(paths.show_all(refused)))
 
 
 @functools.partial(jax.jit, static_argnames=("nesterov", "unit"))
@@ -178,7 +178,7 @@ def _accumulate(
     gradient: jax.Array,
     nesterov: bool,
     unit: float | None = None,
-    old: ArrayLike = 1.0,
+    unit_ratio: ArrayLike = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """The momentum to keep and the one to orthogonalize, both over `unit`.
 
@@ -194,7 +194,7 @@ def _accumulate(
     gradient = gradient / unit if unit != 1 else gradient
     # The gradient is added to what is kept, as it was rounded: the update then depends
     # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = beta * jnp.asarray(old, wide) * momentum.astype(wide) + gradient
+    kept = beta * jnp.asarray(unit_ratio, wide) * momentum.astype(wide) + gradient
     kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)

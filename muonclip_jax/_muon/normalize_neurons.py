@@ -106,12 +106,12 @@ def normalize_neurons(
     """
     check_number("b2", b2, SHARE)
     check_number("eps", eps, NOT_NEGATIVE)
-    known = knowledge_of(model, None, dimension_numbers, per_head)
+    knowledge = knowledge_of(model, None, dimension_numbers, per_head)
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
     # that they are added to: updates are scaled where they are, and stay sharded so.
     def read(tree: Any) -> Layout:
-        layout = read_leaves(tree, known, shardings)
+        layout = read_leaves(tree, knowledge, shardings)
         check_matrices_only(layout, "normalize_neurons")
         return layout
 
@@ -166,7 +166,7 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
     path, view = paths.show(leaf.path), leaf.view
     if view is None or not math.prod(view.shape):
         return {}
-    found = {}
+    sizes_by_name = {}
     for j, part in enumerate(pieces_of(view)):
         piece = part.view
         short = _short_axes(piece)
@@ -175,13 +175,17 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
         # Outputs of a piece are one axis of its state, and not sharded.
         kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
         outer = set(range(len(view.shape))) - {*view.output}
-        count = math.prod(kept[at] for at, i in enumerate(part.of) if i not in outer)
+        count = math.prod(
+            kept[at]
+            for at, leaf_axis in enumerate(part.leaf_axes)
+            if leaf_axis not in outer
+        )
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
         is_of_outputs = short == piece.reduction
-        found[f"{path}/{j}"] = sizes | dict.fromkeys(
+        sizes_by_name[f"{path}/{j}"] = sizes | dict.fromkeys(
             view.reduction if is_of_outputs else (), 1
         )
-    return found
+    return sizes_by_name
 
 
 # An eager update shards its state as a program does.

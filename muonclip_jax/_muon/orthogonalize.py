@@ -35,8 +35,8 @@ def orthogonalize(
     # the same leaves in another transformation, find it again.
     results = list(leaves)
     for place, chosen in layout.places(leaves, slow):
-        found = _at_one_place(solver, [*chosen.values()], place)
-        for i, x in zip(chosen, found, strict=True):
+        arrays = _at_one_place(solver, [*chosen.values()], place)
+        for i, x in zip(chosen, arrays, strict=True):
             results[i] = leaves[i]._replace(array=x)
     return results
 
@@ -85,7 +85,7 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
         pieces = [dataclasses.replace(x, view=x.view.wide) for x in pieces]
     results: list[Any] = list(pieces)
     done: list[jax.Array] = []
-    like: collections.Counter[int] = collections.Counter()  # stacks with products alike
+    alike: collections.Counter[int] = collections.Counter()  # stacks, by short side
     for stack in plan_stacks(enumerate(pieces), platform.stack_entries):
         dtype = np.promote_types(stack.dtype, jnp.float32)
         parts = stack.gather(dtype)
@@ -97,9 +97,9 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
             # Preparation fuses with what made the leaves, and with a stack of them.
-            own = solver.of_stack(like[min(stack.shape)])
-            done.append(own.iterate(solver.prepare(*parts)))
-        like[min(stack.shape)] += 1
+            stack_solver = solver.of_stack(alike[min(stack.shape)])
+            done.append(stack_solver.iterate(solver.prepare(*parts)))
+        alike[min(stack.shape)] += 1
         stack.scatter(done[-1], results)
     return unite(results)
 

@@ -101,12 +101,12 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     if isinstance(orthogonalizer, str) and orthogonalizer in NS_COEFFS:
         orthogonalizer = NewtonSchulz(cast(Preset, orthogonalizer))
     if isinstance(orthogonalizer, NewtonSchulz):
-        own = orthogonalizer
-        schedule = resolve_schedule(own.coeffs, own.steps)
+        chosen = orthogonalizer
+        schedule = resolve_schedule(chosen.coeffs, chosen.steps)
         short = ("float16", "bfloat16")
         unstable_in = tuple(x for x in short if find_unstable(schedule, x))
         return Polynomials(
-            schedule, own.method, own.dtype, own.preconditioning, unstable_in
+            schedule, chosen.method, chosen.dtype, chosen.preconditioning, unstable_in
         )
     function: Any = getattr(orthogonalizer, "orthogonalize", orthogonalizer)
     if isinstance(orthogonalizer, type) or not callable(function):

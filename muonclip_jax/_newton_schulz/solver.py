@@ -137,8 +137,8 @@ class Solver:
     def of_stack(self, nth: int) -> "Solver":
         """The solver of the `nth` stack of a shape in a program."""
         # Where that changes nothing, one program is found again for all of them.
-        is_own = self.platform.adds_in_products
-        return dataclasses.replace(self, nth=nth) if is_own else self
+        has_own_factors = self.platform.adds_in_products
+        return dataclasses.replace(self, nth=nth) if has_own_factors else self
 
     def orthogonalize(self, stack: jax.Array) -> jax.Array:
         return self.iterate(self.prepare(stack))
@@ -152,13 +152,13 @@ class Solver:
     @functools.partial(jax.jit, static_argnums=0)
     def iterate(self, stack: jax.Array) -> jax.Array:
         """Orthogonalizes a prepared stack; the result is float32 or wider."""
-        found = self.function(stack)
-        if getattr(found, "shape", None) != stack.shape:
+        result = self.function(stack)
+        if getattr(result, "shape", None) != stack.shape:
             raise ValueError(
-                f"the orthogonalizer returned {shown(found)} for a stack of matrices "
+                f"the orthogonalizer returned {shown(result)} for a stack of matrices "
                 f"{stack.shape}: it has to return an array of the same shape"
             )
-        return found.astype(stack.dtype)
+        return result.astype(stack.dtype)
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype in which matrices of `dtype` are sent between devices."""

@@ -103,12 +103,12 @@ def _product(
 
     def summed_in(dtype: Any):
         def one(p: jax.Array, q: jax.Array, *c: jax.Array) -> jax.Array:
-            found = jnp.matmul(p, q, preferred_element_type=dtype)
+            result = jnp.matmul(p, q, preferred_element_type=dtype)
             if alpha != 1:
-                found = found * jnp.asarray(np.float16(alpha), dtype)
+                result = result * jnp.asarray(np.float16(alpha), dtype)
             for x in c:
-                found = found + x.astype(dtype)
-            return found.astype(p.dtype)
+                result = result + x.astype(dtype)
+            return result.astype(p.dtype)
 
         return one
 
@@ -165,8 +165,8 @@ class _FactorChoice:
             square, share = _rounded(c / (b * u)), _rounded(b / (a * u))
             self.squares.append(square)
             self.shares.append(share)
-            own = share * a * u, share * square * a * u**2
-            self.values = _step(self.values, a, *(x[:, None] for x in own))
+            coefficients = share * a * u, share * square * a * u**2
+            self.values = _step(self.values, a, *(x[:, None] for x in coefficients))
             # z where singular values are 1. The last one decides, whose error is large
             # for `I + share z`. Near the next power of two float16 is the most exact.
             self.is_exact = 2 * np.frexp(np.abs(u * (1 + c / b)))[0] >= 1.4
@@ -174,10 +174,10 @@ class _FactorChoice:
 
     def best(self, exact: np.ndarray, later: Schedule, used: set[float]) -> int:
         """The factors not used so far with which all steps are most exact."""
-        found = self.values
+        values = self.values
         for triple in later:
-            found = _step(found, *triple)
-        error = np.square(found / exact - 1).mean(1)
+            values = _step(values, *triple)
+        error = np.square(values / exact - 1).mean(1)
         order = np.lexsort([error, ~self.is_exact]).tolist()
         rows = np.stack([self.grams, *self.squares, *self.shares], axis=1).tolist()
         best = next((k for k in order if used.isdisjoint(rows[k])), order[0])
