@@ -99,7 +99,7 @@ def statistic(logits: Logits) -> jax.Array:
 
 
 def _largest(logits: Logits) -> jax.Array:
-    formed = logits.alone.form()
+    formed = logits.unbiased.form()
     others = tuple(axis for axis in range(formed.ndim) if axis != formed.ndim - 3)
     return largest(formed, others).astype(jnp.float32)
 

@@ -131,9 +131,9 @@ def splash_attention(
     output, residuals = jax.vmap(kernel)(*arguments)
     # The kernel skips blocks whose queries see no key.
     before, after = (max(padded) if side is None else side for side in window)
-    at = np.arange(length)
+    queries = np.arange(length)
     seen = jnp.asarray(
-        np.maximum(at - before, 0) <= np.minimum(at + after, key_length - 1)
+        np.maximum(queries - before, 0) <= np.minimum(queries + after, key_length - 1)
     )
     # A maximum may lose a NaN; the sum does not.
     is_nan = jnp.isnan(residuals["logsumexp"])

@@ -106,15 +106,15 @@ def flax_dimension_numbers(
         ...     "experts_up": jnp.ones((4, 16, 32)),
         ... }
         >>> rules = {"experts_*": MuonDimensionNumbers(-2, -1)}
-        >>> found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
-        >>> found["attn"]["query"]["kernel"]
+        >>> numbers = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+        >>> numbers["attn"]["query"]["kernel"]
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     check_params("flax_dimension_numbers(params)", params)
     tree = paths.flatten(params)
-    reading = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
-    found = resolve_verdicts(dimension_numbers, tree, lambda _: reading)
-    return tree.unflatten(verdict.numbers for verdict in found)
+    named = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
+    verdicts = resolve_verdicts(dimension_numbers, tree, lambda _: named)
+    return tree.unflatten(verdict.numbers for verdict in verdicts)
 
 
 def resolve_verdicts(
@@ -137,10 +137,10 @@ def resolve_verdicts(
         return []
     given: Any = dimension_numbers
     # A function may answer None: AdamW for all of its leaves.
-    is_found = given is None
-    if not is_found and paths.is_function(given):
+    is_automatic = given is None
+    if not is_automatic and paths.is_function(given):
         given = given(tree.rebuilt())
-    if not is_found and not is_patterns(given, tree):
+    if not is_automatic and not is_patterns(given, tree):
         check_no_number("dimension_numbers", given, tree)
         if is_named_per_head:
             raise ValueError(
@@ -157,14 +157,14 @@ def resolve_verdicts(
             "patterns, such as 'mlp*' in place of 'mlp'",
         )
         return [_given(entry) for entry in entries]
-    found = {**read(tree)}
+    verdicts = {**read(tree)}
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
-        if numbers != AUTOMATIC and found[path].source != "hidden":
-            found[path] = _given(numbers)
-    asked = [p for p, x in found.items() if not x.is_known and p not in described]
+        if numbers != AUTOMATIC and verdicts[path].source != "hidden":
+            verdicts[path] = _given(numbers)
+    asked = [p for p, x in verdicts.items() if not x.is_known and p not in described]
     if asked:
-        raise ValueError(question(tree, found, asked))
-    return list(found.values())
+        raise ValueError(question(tree, verdicts, asked))
+    return list(verdicts.values())
 
 
 def _given(numbers: Any) -> Verdict:
@@ -216,8 +216,8 @@ def views_of(
         try:
             view = matrix_view(shape, numbers)
         except ValueError as error:
-            at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
-            raise ValueError(f"{at}: {error}") from None
+            where = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
+            raise ValueError(f"{where}: {error}") from None
         # A square matrix has one scale, whichever side is the input.
         is_directed = (
             not isinstance(numbers, UnknownDirection) or view.fan_in == view.fan_out

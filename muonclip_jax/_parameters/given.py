@@ -59,14 +59,14 @@ def by_pattern(
     nothing.
     """
     for pattern, entry in patterns.items():
-        known = entry is None or is_axes(entry)
-        if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
+        is_numbers = entry is None or is_axes(entry)
+        if not is_numbers and not (isinstance(entry, str) and entry == AUTOMATIC):
             raise ValueError(
                 f"dimension_numbers of '{pattern}' is {entry!r}; expected "
                 "optax.contrib.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or "
                 "'auto'"
             )
-    found: dict[Path, Any] = {}
+    entry_of: dict[Path, Any] = {}
     unused = dict.fromkeys(patterns)
     for path in tree_paths:
         # The whole path and every module around it: a pattern of a module is of all of
@@ -79,16 +79,16 @@ def by_pattern(
             if any(x == pattern or fnmatch.fnmatchcase(x, pattern) for x in starts)
         ]
         if hits:
-            found[path] = patterns[max(hits, key=len)]
+            entry_of[path] = patterns[max(hits, key=len)]
             unused = dict.fromkeys(x for x in unused if x not in hits)
     if unused:
-        example = show(next(iter([*found, *tree_paths]), ()))
+        example = show(next(iter([*entry_of, *tree_paths]), ()))
         raise ValueError(
             "dimension_numbers: no parameter matches "
             f"{', '.join(map(repr, unused))}. Patterns match whole paths, such as "
             f"{example!r}; '*' stands for any characters, including slashes"
         )
-    return found
+    return entry_of
 
 
 def broadcast(
@@ -119,13 +119,13 @@ def broadcast(
             )
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.
-    leaf_at, found, missing = tree.by_path(), [], []
+    leaf_at, leaf_entries, missing = tree.by_path(), [], []
     unused = [path for path, entry in entries.items() if entry is not None]
     used: set[Path] = set()
     for path in tree.paths:
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
-        found.append(entries[starts[-1]] if starts else None)
+        leaf_entries.append(entries[starts[-1]] if starts else None)
         # A mask may hide a module as one, and its entries are then below.
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
@@ -135,4 +135,4 @@ def broadcast(
         raise ValueError(
             f"{name} names {paths.show_all(unused)}, but no parameter has such a path"
         )
-    return found
+    return leaf_entries

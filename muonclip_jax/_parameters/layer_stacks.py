@@ -51,14 +51,14 @@ def given_stacks(
     absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
     if absent and leaf_at:
         raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-    found: dict[Path, LayerStack] = {}
+    stacks: dict[Path, LayerStack] = {}
     strays = []
     for path, leaf in leaf_at.items():
         if is_masked(leaf):
             continue
         rank = len(leaf.shape)
         around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
-        named = [
+        layer_axes = [
             i
             for i, x in enumerate(axis_names.get(path, ()))
             if x in _LAYERS or (x in _EXPERTS and i < rank - 1)
@@ -67,11 +67,11 @@ def given_stacks(
             # Scalars of layers are stacked along their only axis, whatever is given.
             axis = around[-1] if rank > 1 else 0
             stack = stack_at(axis, rank, min(1, rank))
-            found[path] = stack or LayerStack(0, 0)
+            stacks[path] = stack or LayerStack(0, 0)
             shape = tuple(leaf.shape)
             strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
-        elif named and named[-1] - named[0] == len(named) - 1:
-            found[path] = LayerStack(named[0], len(named))
+        elif layer_axes and layer_axes[-1] - layer_axes[0] == len(layer_axes) - 1:
+            stacks[path] = LayerStack(layer_axes[0], len(layer_axes))
     if strays:
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
-    return found
+    return stacks

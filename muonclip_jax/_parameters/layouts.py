@@ -56,11 +56,11 @@ def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
     """
     modules: dict[Path, dict[str, FlaxLeaf]] = {}
     for leaf in leaves:
-        at = len(leaf.path) - 1 - leaf.is_kernel
-        name = "".join(leaf.path[at : at + 1])
+        depth = len(leaf.path) - 1 - leaf.is_kernel
+        name = "".join(leaf.path[depth : depth + 1])
         if name in _ROLES and leaf.shape:
-            modules.setdefault(leaf.path[:at], {})[name] = leaf
-    found: dict[Path, dict[str, Any]] = {}
+            modules.setdefault(leaf.path[:depth], {})[name] = leaf
+    layouts: dict[Path, dict[str, Any]] = {}
     for members in modules.values():
         fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
@@ -68,8 +68,8 @@ def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
             # A name by itself, such as `linear`, is no role unless its shape fits.
             is_role = bool(fitting) or len(members) > 1
             about = dict(role=role if is_role else "", letters=tuple(letters.values()))
-            found[leaf.own] = about
-    return found
+            layouts[leaf.tree_path] = about
+    return layouts
 
 
 def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:

@@ -78,28 +78,28 @@ BEFORE_LAYERS = _HEADS - {"head"}
 @functools.lru_cache(maxsize=4096)
 def words(name: str) -> tuple[str, ...]:
     """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
-    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in found)
+    spelled = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in spelled)
     apart = (x.groups() if isinstance(x, re.Match) else (x,) for x in parts)
     return tuple(word for each in apart for word in each)
 
 
 def without_layers(name: str) -> tuple[str, ...]:
     """The words of a name without those at its end that are of any layer."""
-    said = words(name)
-    while said and said[-1] in _LAYERS | {"fc", "layer"}:
-        said = said[:-1]
-    return said
+    remaining = words(name)
+    while remaining and remaining[-1] in _LAYERS | {"fc", "layer"}:
+        remaining = remaining[:-1]
+    return remaining
 
 
 def is_norm(path: Path) -> bool:
     """Checks for a gain or a shift by its name, or a weight in a norm."""
     name, module = "".join(path[-1:]), _named(path)[1]
-    said = any(
+    is_in_norm = any(
         x in _NORMS or x.endswith(("norm", "normalization")) for x in words(module)
     )
-    said &= _LAYERS.isdisjoint(words(module)[-1:])
-    return name in _VECTORS or (said and name in (*KERNELS - {"kernel"}, "b"))
+    is_in_norm &= _LAYERS.isdisjoint(words(module)[-1:])
+    return name in _VECTORS or (is_in_norm and name in (*KERNELS - {"kernel"}, "b"))
 
 
 def _named(path: Path) -> tuple[str, str]:
@@ -116,16 +116,16 @@ def kind(path: Path) -> str:
     or `""`, which is open.
     """
     name, above = _named(path)
-    own, module, is_kernel = words(name), words(above), name in KERNELS
+    name_words, module, is_kernel = words(name), words(above), name in KERNELS
     # A leaf that Flax calls a kernel has its module's name.
-    called = module if is_kernel else own
+    called = module if is_kernel else name_words
     first, last = {*called[:1]}, {*called[-1:]}
     is_layer, is_array = bool(last & _LAYERS), not is_kernel
-    if "bias" in own[-1:]:
+    if "bias" in name_words[-1:]:
         return "bias"
     # In a stack of layers `layer_scale` has two axes, as `scale_shift_table` has.
-    is_shift = "shift" in own and is_array
-    if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
+    is_shift = "shift" in name_words and is_array
+    if name in _VECTORS or is_shift or not _GAINS.isdisjoint(name_words[-1:]):
         return "norm"
     # A word has to end a table's name, or begin that of an array or a `weight`:
     # `embeddings_project` is none. `emb` in `time_emb` is often a layer after a table.
@@ -141,7 +141,7 @@ def kind(path: Path) -> str:
         return "" if is_kernel else "no layer"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
     is_position = name != "kernel" and not is_layer and first & _POSITIONS
-    if is_position or (is_array and not _ADDED.isdisjoint(own)):
+    if is_position or (is_array and not _ADDED.isdisjoint(name_words)):
         return "added"
     is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
@@ -180,9 +180,9 @@ def is_layer(path: Path) -> bool:
 
 def is_called_layer(path: Path) -> bool:
     """Checks an array for the name of a layer: `w_ih`, `up`, `wq`, `out_proj`."""
-    said = words("".join(path))
-    is_called = {*said} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
-    return bool(is_called or projection("".join(path)) or {*said[:1]} & KERNELS)
+    name_words = words("".join(path))
+    is_called = {*name_words} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
+    return bool(is_called or projection("".join(path)) or {*name_words[:1]} & KERNELS)
 
 
 def is_low_rank(path: Path) -> bool:

@@ -195,8 +195,8 @@ def _walk(
     names = (is_box and _axis_names(node)) or names
     for (key,), child in children:
         name = jax.tree_util.keystr((key,), simple=True)
-        at = path if is_box or not name else (*path, *name.split("/"))
-        yield from _walk(child, at, names, is_leaf)
+        child_path = path if is_box or not name else (*path, *name.split("/"))
+        yield from _walk(child, child_path, names, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -246,11 +246,11 @@ def _axis_names(box: Any) -> tuple[str, ...]:
     Linen's `LogicallyPartitioned` has `names`, Haliax `axes` of a name and a size,
     penzai `named_axes`; NNX keeps `out_sharding`, once `sharding`, in its metadata.
     """
-    about = box.get_metadata() if hasattr(box, "get_metadata") else {}
-    about = about if isinstance(about, Mapping) else {}
-    found = about.get("out_sharding") or about.get("sharding") or ()
-    for attribute in ("names", "axes", "named_axes") if not about else ():
-        found = found or getattr(box, attribute, ())
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    metadata = box.get_metadata() if hasattr(box, "get_metadata") else {}
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    axes = metadata.get("out_sharding") or metadata.get("sharding") or ()
+    for attribute in ("names", "axes", "named_axes") if not metadata else ():
+        axes = axes or getattr(box, attribute, ())
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
         return ()
-    return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in found)
+    return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in axes)
