@@ -13,6 +13,7 @@ from .._parameters import names, paths
 from .._parameters.fit import check_params
 from .._parameters.layer_stacks import IN_FRONT, StackAxes
 from .._parameters.leaf_rules import ByNames
+from .._parameters.names import LATENT_KEY_NORM, LATENT_QUERY_NORM, QK_NORM
 from .._parameters.paths import is_masked
 from .head_leaf import HeadLeaf
 from .owned_leaf import OwnedLeaf
@@ -250,19 +251,6 @@ def find_layers(
     return layers
 
 
-_QK = "(query|q|key|k|qk|querykey|queries|keys)"
-_NORM = (
-    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
-)
-# Norms of query and key after their projection (arXiv:2302.05442), spelled as in Flax,
-# Gemma, Qwen and diffusers: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
-_QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
-# Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
-# of key and value. They come before the heads, so scaling the up-projections works.
-_OF_LATENT_QUERY = re.compile(f"q{_NORM}|{_NORM}q")
-_OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
-
-
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
@@ -272,7 +260,7 @@ def _check_not_normalized(
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
         for depth, name in enumerate(path):
-            if _QK_NORM.fullmatch(x := letters[name]) or _OF_LATENT_KEY.fullmatch(x):
+            if QK_NORM.fullmatch(x := letters[name]) or LATENT_KEY_NORM.fullmatch(x):
                 norms.setdefault(path[:depth], {})[name] = x
     strays: dict[str, list[str]] = {}
     for layer in layers if norms else ():
@@ -283,15 +271,16 @@ def _check_not_normalized(
         depth = len(paths.split(layer.path))
         for module in {path[:n] for path in leaves for n in range(depth, len(path))}:
             nearby = norms.get(module, {})
-            key_norms = {k for k, x in nearby.items() if _OF_LATENT_KEY.fullmatch(x)}
-            # `q_norm` may be either kind. It belongs to the latent query if the layer
-            # is latent attention, or has the norm of the latent key and value.
+            key_norms = {k for k, x in nearby.items() if LATENT_KEY_NORM.fullmatch(x)}
+            # Norms of latents come before the up-projections, whose scaling works. A
+            # `q_norm` is the latent query's if the layer is latent attention, or has
+            # the norm of the latent key and value.
             is_latent = bool(layer.rotary_query or key_norms)
             strays[layer.path] = strays.get(layer.path, []) + [
                 name
                 for name, x in nearby.items()
                 if name not in key_norms and (*module, name) not in leaf_prefixes
-                if not (is_latent and _OF_LATENT_QUERY.fullmatch(x))
+                if not (is_latent and LATENT_QUERY_NORM.fullmatch(x))
             ]
     if any(strays.values()):
         # Without this error the statistics would stay, and the kernels would shrink

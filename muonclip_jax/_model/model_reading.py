@@ -168,14 +168,14 @@ class ModelReading:
         return self.table()._repr_html_()
 
 
-_ROLES = {"query": "query", "key": "key", "rotary_query": "by the whole"}
+_ROLE_TEXTS = {"query": "query", "key": "key", "rotary_query": "by the whole"}
 
 
 def _layer_row(
     read: LayerRead, layer: BoundLayer, scaled: Collection[int]
 ) -> list[str]:
     roles = []
-    for role, name in _ROLES.items():
+    for role, name in _ROLE_TEXTS.items():
         uses = [use for use in layer.uses if use.role == role]
         stays = not any(id(use) in scaled for use in uses)
         name = f"the {name} stays:" if stays else name

@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from . import names
 from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
 
 
 #: The axis of the layers in the leaves of a module that is stacked, by its path.
 StackAxes = Mapping[str, int]
 IN_FRONT: StackAxes = MappingProxyType({})
-
-#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
-_LAYERS = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
-_LAYERS |= {"dense_layers", "moe_layers"}
-_EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 
 class LayerStack(NamedTuple):
@@ -61,7 +57,8 @@ def given_stacks(
         layer_axes = [
             i
             for i, x in enumerate(axis_names.get(path, ()))
-            if x in _LAYERS or (x in _EXPERTS and i < rank - 1)
+            # The last axis of a router counts experts, and stacks nothing.
+            if x in names.LAYER_AXES or (x in names.EXPERT_AXES and i < rank - 1)
         ]
         if around:
             # Scalars of layers are stacked along their only axis, whatever is given.

@@ -46,7 +46,7 @@ DENSE = LayerAxes((-2,), (-1,))
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 ATTENTION = WITH_HEADS | {"out"}
-_ROLES = {role for layout in LAYOUTS for role in layout}
+_LAYOUT_ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
@@ -58,7 +58,7 @@ def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
     for leaf in leaves:
         depth = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[depth : depth + 1])
-        if name in _ROLES and leaf.shape:
+        if name in _LAYOUT_ROLES and leaf.shape:
             modules.setdefault(leaf.path[:depth], {})[name] = leaf
     layouts: dict[Path, dict[str, Any]] = {}
     for members in modules.values():

@@ -23,8 +23,6 @@ from .verdict import UnknownDirection, Verdict
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 _HEADS = 16  # of attention, or streams, experts, tokens: far fewer than features
-_ROUTERS = {"router", "gate", "gates"}
-_EXPERTS = {"expert", "experts"}
 
 
 class LeafRule(NamedTuple):
@@ -309,7 +307,7 @@ def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
     shapes: dict[Path, Shape] = {}
     for router in (x for x in leaves if x.rank == 2):
         name_words = last[router.tree_path]
-        depth = next((i for i, word in enumerate(name_words) if word & _ROUTERS), None)
+        depth = next((i for i, x in enumerate(name_words) if x & names.ROUTERS), None)
         if depth is None:
             continue
         near = [
@@ -317,7 +315,7 @@ def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
         ]
         stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
         is_router = "router" in name_words[depth] or any(
-            word & _EXPERTS for x in near for word in last[x.tree_path][depth:]
+            word & names.EXPERTS for x in near for word in last[x.tree_path][depth:]
         )
         if is_router or any(x.shape[-3] in router.shape for x in stacks):
             fits = (x for x in stacks if x.shape[-3] == router.shape[1])

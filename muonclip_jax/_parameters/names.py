@@ -41,13 +41,25 @@ _ROTARY = {"pe", "rope"}
 _OF_ROTARY = {"q", "k", "kv", "wq", "wk", "wkv", "query", "key"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
-_ROLES = {
+_PROJECTIONS = {
     "query": "query q wq qproj queryproj qprojection toq queryw",
     "key": "key k wk kproj keyproj kprojection tok keyw",
     "value": "value v wv vproj valueproj vprojection tov valuew",
     "out": "out o wo oproj outproj outputproj attnoutproj toout outputw",
 }
-_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+_ROLE_OF = {x: role for role, names in _PROJECTIONS.items() for x in names.split()}
+
+# Norms of query and key after their projection (arXiv:2302.05442), spelled as in Flax,
+# Gemma, Qwen and diffusers: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
+_QK = "(query|q|key|k|qk|querykey|queries|keys)"
+_NORM = (
+    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
+)
+QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
+# Norms of latent attention (arXiv:2405.04434), before the up-projections of query, and
+# of key and value: `q_norm` may be either kind.
+LATENT_QUERY_NORM = re.compile(f"q{_NORM}|{_NORM}q")
+LATENT_KEY_NORM = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
 
 # Words that are written as one: `logitdense`, `lmhead`.
 _GLUED = re.compile(
@@ -73,6 +85,13 @@ OUTPUTS |= {"ctc", "tagger", "prediction", "predictor", "predictors", "readout"}
 OUTPUTS |= {"readouts"}
 #: Words that say so in front of those of any layer: `classifier_fc`, `vocab_dense`.
 BEFORE_LAYERS = _HEADS - {"head"}
+#: Words of a router, and of the experts next to it.
+ROUTERS = {"router", "gate", "gates"}
+EXPERTS = {"expert", "experts"}
+#: Names of the axes that stack layers or experts in MaxText, T5X, Haliax, penzai.
+LAYER_AXES = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
+LAYER_AXES |= {"dense_layers", "moe_layers"}
+EXPERT_AXES = {"exp"} | EXPERTS
 
 
 @functools.lru_cache(maxsize=4096)
