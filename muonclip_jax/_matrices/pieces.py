@@ -212,7 +212,6 @@ def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
             major = next((a.leaf_axis for a in axes if a.size > 1), None)
             return _factored([_Axis(size, major, axes[-1].inner)], strides)
         for low, high in reversed(list(itertools.pairwise(bounds))):
-            factors.append(
-                _Axis(high // low, axis.leaf_axis if high == stop else None, low)
-            )
+            major = axis.leaf_axis if high == stop else None
+            factors.append(_Axis(high // low, major, low))
     return factors

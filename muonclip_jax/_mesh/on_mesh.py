@@ -102,13 +102,8 @@ def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
         return leaf.spec
     pieces, through = pieces_of(leaf.view), set()
     for axis, (_, count) in enumerate(blocks_along(leaf.view.shape, leaf.spec, mesh)):
-        sizes = [
-            piece.view.shape[piece.leaf_axes.index(axis)]
-            if axis in piece.leaf_axes
-            else 1
-            for piece in pieces
-        ]
-        if any(size % count for size in sizes):
+        sizes = (dict(zip(x.leaf_axes, x.view.shape, strict=True)) for x in pieces)
+        if any(size.get(axis, 1) % count for size in sizes):
             through.add(axis)
     return but_along(through, leaf.spec)
 

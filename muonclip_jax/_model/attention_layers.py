@@ -314,12 +314,8 @@ def _check_none_overlooked(named: ByNames, layers: Sequence[AttentionLayer]) -> 
             names.projection(name) == "query" for name in path[-3:-1]
         )
         is_known = any(path[:n] in layer_paths for n in (len(path) - 2, len(path) - 3))
-        is_hidden = is_masked(named.leaf_at[tree_path])
-        if (
-            is_query
-            and tree_path[-2:] != ("query", "kernel")
-            and not is_known | is_hidden
-        ):
+        is_known |= tree_path[-2:] == ("query", "kernel")
+        if is_query and not (is_known or is_masked(named.leaf_at[tree_path])):
             overlooked.append(tree_path)
     if overlooked:
         raise ValueError(

@@ -175,11 +175,8 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
         # Outputs of a piece are one axis of its state, and not sharded.
         kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
         outer = set(range(len(view.shape))) - {*view.output}
-        count = math.prod(
-            kept[at]
-            for at, leaf_axis in enumerate(part.leaf_axes)
-            if leaf_axis not in outer
-        )
+        pairs = zip(kept, part.leaf_axes, strict=True)
+        count = math.prod(n for n, leaf_axis in pairs if leaf_axis not in outer)
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
         is_of_outputs = short == piece.reduction
         sizes_by_name[f"{path}/{j}"] = sizes | dict.fromkeys(

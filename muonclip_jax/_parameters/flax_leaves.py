@@ -190,15 +190,9 @@ def leaves_of(
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
         shift = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
         shape, axes = shape[shift:] + shape[:shift], axes[shift:] + axes[:shift]
+        is_hidden = is_masked(leaf_at[tree_path])
         leaves[tree_path] = FlaxLeaf(
-            tree_path,
-            path,
-            shape,
-            axes,
-            bias,
-            kind,
-            is_turned,
-            is_masked(leaf_at[tree_path]),
+            tree_path, path, shape, axes, bias, kind, is_turned, is_hidden
         )
     return leaves
 
@@ -222,9 +216,8 @@ def _in_flax(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
             module or (last == "weight" and ("bias",) in shapes)
         ):
             # A weight with more axes than its bias is a layer, whatever its name.
-            bias = shapes.get(
-                (*tree_path[:-1], "bias" if last == "weight" else "b"), ()
-            )
+            name = "bias" if last == "weight" else "b"
+            bias = shapes.get((*tree_path[:-1], name), ())
             is_gain = names.is_norm(tree_path) and not 0 < len(bias) < len(shape)
             last = "scale" if is_gain else "kernel"
         elif last in ("0", "1") and (*tree_path[:-1], "2") not in shapes:

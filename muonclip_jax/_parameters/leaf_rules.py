@@ -271,14 +271,10 @@ class ByNames:
         if not self.is_of_matrices:
             verdicts |= outputs_of(self.leaves, verdicts, self.stacks)
         for tree_path, verdict in verdicts.items():
-            start, depth, _ = self.stacks[tree_path]
-            if depth and verdict.numbers is not None and verdict.is_known:
-                sizes = " x ".join(
-                    map(
-                        str, self.stacks[tree_path].sizes(self.leaf_at[tree_path].shape)
-                    )
-                )
-                note = f"; stack of {sizes} at axis {start}"
+            stack = self.stacks[tree_path]
+            if stack.depth and verdict.numbers is not None and verdict.is_known:
+                sizes = map(str, stack.sizes(self.leaf_at[tree_path].shape))
+                note = f"; stack of {' x '.join(sizes)} at axis {stack.start}"
                 verdicts[tree_path] = verdict._replace(note=note)
         return verdicts
 
@@ -289,9 +285,8 @@ class ByNames:
             return Verdict("vector", None, "hidden", "hidden")
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             return Verdict("vector", None, "no floats")
-        if not (
-            self.stacks[leaf.tree_path].is_sure or leaf.kind or len(array.shape) < 2
-        ):
+        is_sure = self.stacks[leaf.tree_path].is_sure
+        if not (is_sure or leaf.kind or len(array.shape) < 2):
             return Verdict("matrix", None, "open", is_known=False)
         rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
         verdict = next(filter(None, (rule.verdict(leaf) for rule in rules)))
@@ -310,9 +305,8 @@ def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
         depth = next((i for i, x in enumerate(name_words) if x & names.ROUTERS), None)
         if depth is None:
             continue
-        near = [
-            x for x in leaves if x.path[:depth] == router.path[:depth] and x != router
-        ]
+        module = router.path[:depth]
+        near = [x for x in leaves if x.path[:depth] == module and x != router]
         stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
         is_router = "router" in name_words[depth] or any(
             word & names.EXPERTS for x in near for word in last[x.tree_path][depth:]

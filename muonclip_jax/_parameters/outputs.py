@@ -85,9 +85,8 @@ def outputs_of(
         # for a head, and who is the last of the whole model, or of a module of it.
         doubt = dict(kind="may write the output", is_known=False)
         revised = {tree_path: x._replace(**doubt) for tree_path, x in revised.items()}
-        candidates = {
-            x for x in candidates & alone if not (x.path[3:] or _is_before(x, hidden))
-        }
+        candidates &= alone
+        candidates -= {x for x in candidates if x.path[3:] or _is_before(x, hidden)}
     # A head that writes features which another part takes is none: the pictures' of
     # PaliGemma, the texts' of SigLIP.
     for x in heads:
@@ -98,10 +97,8 @@ def outputs_of(
     follows = {x for x in kernels if _follows(x, givers)}
     if not (follows or revised):  # a part of a model
         return revised
-    asked, has_writer = (
-        candidates | writers.keys(),
-        bool(heads or writers or candidates or hidden),
-    )
+    asked = candidates | writers.keys()
+    has_writer = bool(heads or asked or hidden)
     lasts = {chain[-1] for chain in chains.values()}
     lasts, seen = {x for x in lasts if not _is_before(x, hidden)}, alone & follows
     asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
