@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._mesh_axes import explicit_spec, on_automatic_axes
-from .._model.statistics import largest
+from .._model.statistics import keep_nan, largest
 from .._options import check_whole_number
 from .logits import (
     grouped,
@@ -175,8 +175,7 @@ def _forward(logits: Logits, value: jax.Array):
         # 3.1.1). Infinite if nothing is seen, so that the gradient's weights are zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
-        # A maximum over keys may lose a NaN; the sum does not.
-        rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.unbiased)
+        rows = keep_nan(row.unbiased, jnp.isnan(row.total))
         block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
             put(output, block, i * logits.size, -3),

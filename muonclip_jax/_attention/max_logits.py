@@ -112,7 +112,6 @@ def _fold(logits: Logits) -> jax.Array:
 
     def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
         def fold(j: jax.Array, running: jax.Array) -> jax.Array:
-            # Unlike XLA's reduction, a maximum of two arrays keeps NaN on CPU.
             return jnp.maximum(running, _largest(logits.block(i, j)))
 
         return jax.lax.fori_loop(*logits.seen_by(i), fold, running)
