@@ -1,11 +1,10 @@
 """Where the leaves of a tree are, read once a trace.
 
 Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
-sharded (`Layout.on_mesh`). Inside, a mapped axis does one of three things to a leaf:
-it cuts it, so that the leaf at hand is a block of the whole one (`Leaf.cut`, as
-`shardings=` says); it divides the batch, so that gradients and statistics differ along
-it but the leaf does not (`replicas`, those of `axis_name=`); or nothing. Masks, shapes,
-means, norms and statistics that mapped axes change ask here.
+sharded (`Layout.on_mesh`). Inside, a mapped axis may cut a leaf into blocks, of which
+one is here (`PlacedLeaf.cut`, as `shardings=` says). It may divide the batch, so that
+gradients and statistics differ along it, but leaves do not (`Layout.replicas`, those of
+`axis_name=`). Along any other axis all is the same.
 """
 
 import math
@@ -52,7 +51,7 @@ class Place(NamedTuple):
     - "manual": blocks, which the mapped `axes` cut as their specs say.
     - "unknown": sharded on a `mesh`, as the compiler alone knows.
 
-    Along the `slow` axes those that hold copies do not share the work on them.
+    Along the `slow` axes devices that hold copies do not share the work on them.
     """
 
     kind: Literal["one device", "mesh", "manual", "unknown"]
@@ -96,15 +95,15 @@ class Layout(NamedTuple):
     def on_mesh(self, leaves: Sequence[PlacedLeaf]) -> tuple[Any, Sequence[PlacedLeaf]]:
         """The mesh of leaves, `None` if they are on none, and the leaves with specs.
 
-        What the user gave counts; else what arrays and, with explicit axes, tracers
-        say. With automatic axes a tracer knows its mesh but not its spec.
+        The user's shardings come first, then those of arrays and, with explicit axes,
+        of tracers. With automatic axes a tracer knows its mesh but not its spec.
 
         **Raises:** `ValueError`, naming the paths, for shardings that contradict each
         other or do not fit the leaves.
         """
         ambient = jax.sharding.get_abstract_mesh()
-        # Inside `jax.shard_map` leaves are what a device holds. Where axes of the mesh
-        # divide what `jax.vmap` maps over, work that devices shared would mix that.
+        # Inside `jax.shard_map` leaves are one device's. Where the mesh divides what
+        # `jax.vmap` maps over, devices that shared the work would mix it.
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
             return None, leaves
         ambient = None if ambient.empty else ambient
@@ -113,7 +112,7 @@ class Layout(NamedTuple):
         if not placed:
             return None, leaves
         check_one_mesh(placed)
-        # One that names its devices, if there is one.
+        # A mesh that names its devices comes first.
         meshes = [leaf.mesh for leaf in placed]
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
         return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, located)
@@ -123,7 +122,7 @@ class Layout(NamedTuple):
     ) -> list[tuple[Place, dict[int, MatrixLeaf]]]:
         """Groups leaves that have a view by where they are; by their index.
 
-        **Raises:** `ValueError` for `slow` axes that devices have not.
+        **Raises:** `ValueError` for `slow` axes that do not exist here.
         """
         if not any(leaf.view for leaf in leaves):
             return []
@@ -155,11 +154,10 @@ class Layout(NamedTuple):
         return sorted(groups.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
-        """Averages gradients over the replicas, and keeps how they are sharded from
-        changing the state. Along axes that cut a leaf they are those of other entries.
+        """Averages gradients over the replicas, but not over axes that cut the leaf.
 
-        Types that know that a gradient is the same along an axis are believed: it was
-        averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
+        It also drops their sharding. If types say that a gradient is the same along an
+        axis, it was averaged, or `jax.grad` of a loss of a device's rows summed it.
 
         **Raises:** `ValueError` as `check_replicas` does, and for gradients that are no
         floats.
@@ -167,17 +165,15 @@ class Layout(NamedTuple):
         check_gradients(self.leaves)
         if self.replicas:
             check_replicas(self.replicas, attention_stats)
-        # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
-        # terms. Without this a gradient that was left sharded otherwise would move the
-        # state in the first step.
+        # XLA shards a sum as one of its terms: a gradient with another sharding would
+        # move the momentum in the first step.
         gradients = jax.tree.map(impose_no_sharding, gradients)
         if not self.replicas:
             return gradients
 
         def mean(leaf: PlacedLeaf) -> Any:
-            # An axis may be both, as with FSDP, which divides the batch and cuts the
-            # leaves: along it the gradients of a block have been reduced and scattered
-            # by the user, and what other devices have are other entries.
+            # With FSDP an axis divides the batch and cuts the leaves: along it the user
+            # has reduced and scattered gradients, and other devices have other entries.
             x, cut = leaf.array, cut_axes(leaf.cut)
             along = tuple(a for a in self.replicas if a not in cut)
             over = () if is_masked(x) else differing(x, along)
@@ -188,9 +184,8 @@ class Layout(NamedTuple):
     def check_types(self, leaves: Sequence[PlacedLeaf]) -> None:
         """Raises where the types of averaged leaves contradict `shardings=`."""
         # With `check_vma` the type of an array says along which axes it may differ.
-        # Work is shared along these axes in the belief that leaves are the same, or cut
-        # as was said; where the belief is wrong every device would return another
-        # update, silently.
+        # Devices share work as if leaves were the same along other axes, or cut as
+        # `shardings` says. If that is wrong, each silently returns another update.
         shared = self.shared_axes
         if not shared or not is_checked(shared):
             return
@@ -228,8 +223,7 @@ def read_layout(
         if mesh.manual_axes and entry is not None and not is_masked(x):
             spec = entry.spec if isinstance(entry, NamedSharding) else entry
             check_spec(path, x.shape, spec, mesh)
-            # A spec may name automatic axes, too. Along these what is at hand is whole,
-            # and XLA sees to its blocks.
+            # A spec may name automatic axes, too, along which the array here is whole.
             cut = along(mesh.manual_axes, spec)
             shape = tuple(map(math.prod, blocks_along(x.shape, cut, mesh.shape)))
             whole = jax.ShapeDtypeStruct(shape, x.dtype) if cut_axes(cut) else x
@@ -267,9 +261,7 @@ def over_replicas(init: Any, update: Any, axis_name: Hashable | None) -> OverRep
 
 
 def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
-    """Raises for an `axis_name` that is no axis here, or of which `multi_steps` around
-    this, which passes on statistics that it has reduced, does not know.
-    """
+    """Raises for an `axis_name` that is no axis here, or that `multi_steps` lacks."""
     for axis in replicas:
         try:
             jax.lax.axis_size(axis)
@@ -288,8 +280,8 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
             "inside a jax.shard_map that checks types: give it check_vma=False"
         )
     # `multi_steps` accumulates gradients before the transformation inside it sees them.
-    # A mean over replicas that only that one computes would come too late: each replica
-    # has accumulated its own, and skipped steps by itself.
+    # If only the transformation averages, it is too late: each replica has accumulated
+    # its own gradients, and skipped steps by itself.
     reduced = getattr(attention_stats, "reduced_over", replicas)
     if missing := [axis for axis in replicas if axis not in reduced]:
         raise ValueError(
@@ -328,7 +320,7 @@ def cut_axes(
 
 
 def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """The whole leaf, or row of heads, on every device, of its blocks."""
+    """Returns the whole leaf, or row of heads, on every device, from its blocks."""
     for axis, entry in enumerate(cut):
         if names := mesh_axes(entry):
             x = gather_everywhere(x, names, axis=axis, tiled=True)
@@ -354,7 +346,7 @@ def on_whole_blocks(
     blocks: Sequence[MatrixLeaf],
     kept: Callable[[MatrixLeaf], PartitionSpec] = lambda _: PartitionSpec(),
 ) -> list[jax.Array]:
-    """`function(leaves)` by every device, of leaves cut as `kept` says; cut again."""
+    """Calls `function` on leaves that only `kept` still cuts, and cuts the results."""
     whole, cuts = [], []
     for x in blocks:
         spec = kept(x)

@@ -124,7 +124,7 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
 
 
 def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
-    """The leaf with its mesh, or else the one around it, and its spec."""
+    """Returns the leaf with its mesh, by default the `ambient` one, and its spec."""
     path, array, given = leaf.path, leaf.array, leaf.given
     if is_masked(array):
         return leaf
@@ -194,7 +194,7 @@ def _check_agree(path: Path, x: Any, actual: Any, expected: Any) -> None:
 def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None:
     """Raises for a spec that does not say how a mesh shards an array.
 
-    How evenly it does is another question, since of a block the whole is not known.
+    It does not check that blocks are even, since a block does not show the whole.
     """
     where = f"the sharding {spec} of '{show(path)}' of shape {tuple(shape)}"
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):

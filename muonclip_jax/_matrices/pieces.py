@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
     - `view`: its matrices.
     - `axes`: those of the view.
-    - `units`: where the units that it is begin and end.
+    - `units`: the first of its units, and the one after its last.
     """
 
     view: MatrixView
@@ -46,8 +46,8 @@ Unite = Callable[[Iterable[jax.Array]], list[jax.Array]]
 
 
 def divide(leaves: Sequence[MatrixLeaf]) -> tuple[list[MatrixLeaf], Unite]:
-    """Cuts leaves, or blocks of them, sharded along whole pieces; and the way back."""
-    # Most models have no such leaf, and their program is what it was.
+    """Cuts leaves, or blocks of whole pieces; returns the pieces and the way back."""
+    # Most models have no leaf to cut, and their program does not change.
     if not any(leaf.view.division for leaf in leaves):
         return [*leaves], list
     cuts = [(leaf, _Slicing.of(leaf.view)) for leaf in leaves]
@@ -81,12 +81,9 @@ def along_outputs(
 class _Axis(NamedTuple):
     """An axis of a leaf, or a factor of one, after a reshape.
 
-    **Arguments:**
-
-    - `size`: of it.
     - `leaf_axis`: the leaf's axis that it is, or is the major factor of. A mesh cuts an
         axis into consecutive blocks, and so only its major factor.
-    - `inner`: for outputs, how many of them one step along it goes by.
+    - `inner`: how many outputs one step along it passes; 0 for other axes.
     """
 
     size: int
@@ -98,7 +95,7 @@ class _Axis(NamedTuple):
 class _Slicing:
     """How a leaf is reshaped, `(*before, *groups, units, *rest, *after)`, and sliced.
 
-    A part is some of the units; of one part alone there is no such axis.
+    A part is a run of units. If there is one part, there is no axis of units.
     """
 
     shape: tuple[int, ...]  # of the whole leaf

@@ -43,8 +43,8 @@ class MatrixView:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     shape: tuple[int, ...]
-    # Whether it is known which of the two is the input. That changes no program: views
-    # that differ in it alone are equal, so that `jit` finds the one that there is.
+    # Whether it is known which side is the input. Views that differ in it alone are
+    # equal, since they have one program.
     is_directed: bool = dataclasses.field(default=True, compare=False)
     division: Division | None = None
 
@@ -167,7 +167,7 @@ class MatrixLeaf:
     )
 
     def with_array(self, array: jax.Array) -> "MatrixLeaf":
-        """Returns those of another array."""
+        """Returns the matrices of another array."""
         return dataclasses.replace(self, array=array)
 
 
@@ -246,11 +246,11 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
         return jax.lax.split(stack, counts)
 
     def at_run_time(stack: jax.Array) -> Sequence[jax.Array]:
-        # For CPU, XLA compiles equal kernels once, and kernels that read a stack at
-        # different known offsets are not equal: with 256 leaves the update compiled in
-        # 6.6 s in place of 2.9 (JAX 0.12). So offsets go through a loop, after which
-        # XLA does not know them; of few numbers, since loops of many take it long, too:
-        # each offset is a sum of two of about 2 sqrt(n).
+        # For CPU, XLA compiles equal kernels once, but kernels that read a stack at
+        # different known offsets differ: with 256 leaves the update compiled in 6.6 s
+        # in place of 2.9 (JAX 0.12). So a loop hides the offsets from XLA. Loops of
+        # many numbers compile slowly, too, so that each offset is a sum of two of
+        # about 2 sqrt(n) numbers.
         starts = list(itertools.accumulate(counts[:-1], initial=0))
         base = math.isqrt(starts[-1]) + 1
         digits = [(start - start % base, start % base) for start in starts]

@@ -40,12 +40,12 @@ from .stack_exchange import StackExchange
 LARGE_SHARE = 2**24
 
 
-#: Stacks of which an exchange of their own would send more than this, over the least,
-#: are sent together. The exchanges of others overlap with work on what has arrived: all
-#: in one would expose those of Kimi K2, with 1.8 times the temporaries.
+#: Stacks whose own exchange would send more than this, over the least, share one. Other
+#: exchanges overlap with work on what has arrived: one for all would expose those of
+#: Kimi K2, with 1.8 times the temporaries.
 MOST_PADDING = 1.1
 
-#: What sends some stacks to their owners and back.
+#: Sends some stacks to their owners and back.
 Exchange = Parcels | StackExchange
 
 
@@ -61,7 +61,7 @@ def orthogonalize_on_mesh(
         # Most leaves stay as they are. A fused kernel whose blocks show no piece is
         # gathered along its outputs, by XLA, and cut again.
         if (spec := _aligned(leaf, mesh.shape)) != leaf.spec:
-            # The leaf itself stays where it is: without Nesterov's it is the momentum.
+            # The leaf itself is not moved: without Nesterov's step it is the state.
             x = _sharded(keep_sharding(leaf.array), mesh, spec)
             leaf = MatrixLeaf(x, leaf.view, spec)
         aligned.append(leaf)
@@ -92,7 +92,7 @@ def orthogonalize_on_mesh(
 
 
 def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
-    """The spec without what cuts through pieces, so that no block has all of one.
+    """The spec without the axes of the mesh that cut through pieces.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
     the outputs have to be gathered; blocks of whole groups or heads have pieces of
@@ -122,13 +122,13 @@ def orthogonalize_by_replicas(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
-    By devices along the axes of `pmap`, `shard_map` and `vmap`: each iterates its share
-    of the matrices, and one gather for each stack hands out all.
+    Each device along the axes of `pmap`, `shard_map` and `vmap` iterates its share of
+    the matrices, and one gather for each stack returns all.
     """
     sizes = {name: jax.lax.axis_size(name) for name in axes}
-    # The matrices of a share differ from device to device, while the leaves are the
-    # same: types have to say so before the loop. Along an axis of one device, and along
-    # a slow one, nothing differs, and no gather would take it back.
+    # Types have to say before the loop that devices iterate different matrices, of
+    # leaves that are the same. Along an axis of one device, and along a slow one,
+    # nothing differs, and no gather would make the types the same again.
     several = tuple(name for name in axes if sizes[name] > 1)
     shared = tuple(name for name in several if name not in slow)
     if shared and is_checked(shared):
@@ -146,7 +146,7 @@ def share_among_devices(
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[jax.Array]:
-    """The work of one device: from its blocks of all leaves to the same, orthogonal.
+    """Returns this device's blocks of the leaves, orthogonalized.
 
     `mesh` maps names of axes to sizes.
     """
@@ -158,12 +158,12 @@ def share_among_devices(
         # Matrices that are iterated in half precision are sent in it: half the traffic.
         stacks = [owned.stack for owned in exchange.stacks]
         arrived.append(exchange.arrive([x.gather(exchange.dtype) for x in stacks]))
-    # Where devices have different numbers of matrices, returns start once all are done,
-    # and iteration starts once all has arrived, but for the first exchange's, which
-    # hides how the others arrive. Work is balanced over all stacks together: exchanges
-    # in between would make every device wait for the slowest of each.
-    # Work that is repeated along slow axes does not wait for work that differs along
-    # them: by its type it would differ, too.
+    # Work is balanced over all stacks together, so an exchange between two stacks would
+    # make every device wait for the slowest of each. So exchanges that are not even
+    # have barriers: iteration starts once all have arrived, but for the first, which
+    # hides the arrival of the others, and results are sent once all are iterated. Work
+    # that is repeated along slow axes has a barrier of its own, since its type would
+    # otherwise differ along them, too.
     barriers = [None if exchange.is_even else exchange.repeated for exchange in plan]
     ready = wait_for_all(arrived, barriers)
     for barrier in {*barriers}:
@@ -203,7 +203,7 @@ def plan_exchanges(
         if not cut.members or owned.padding <= MOST_PADDING:
             key = owned.name
         stacks.setdefault(key, []).append(owned)
-    # A parcel of one stack alone would be as large for every owner as its slots.
+    # A parcel of one stack would be as large as the slots of its own exchange.
     parcels = [Parcels(solver, x, mesh) for x in stacks.values() if len(x) > 1]
     alone = [StackExchange(solver, x[0], mesh) for x in stacks.values() if len(x) == 1]
     return [*parcels, *alone]

@@ -1,7 +1,7 @@
 """How a mesh cuts matrices, and which device owns which.
 
 Matrices are iterated whole, each by its owner. To cut one over devices would take an
-exchange for every product, where to send it to one takes two in all.
+exchange for every product; to send it to its owner and back takes two in all.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
 
 
 def exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sends `x[i]` to device `i` along the axes, and has what each sent here."""
+    """Sends `x[i]` to device `i` along the axes; returns what each sent here."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 
@@ -181,8 +181,8 @@ class Work(NamedTuple):
 def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
-    Returns counts alone, of each stack how many each member has: matrices go to
-    members in their order, so that the counts say which.
+    Returns, for each stack, how many each member has. Members take matrices in order,
+    so the counts say which.
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
@@ -191,10 +191,10 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)
-    # Every device is sent as much as the one that is sent most. So a device may be sent
-    # the mean and one matrix more at most: matrices with a short side, which are cheap
-    # for their bytes, would gather on one device to even out its work. If all may take
-    # all, one device has the mean or less, so that there always is one with room.
+    # An all-to-all sends every device as much as the one that gets most. So a device
+    # gets at most the mean and one matrix; else matrices with a short side, which are
+    # cheap for their bytes, would collect on one device. If all may take all, one
+    # device has the mean or less, and room.
     most = (
         max(stack.entries for stack in stacks)
         + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)

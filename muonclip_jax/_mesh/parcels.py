@@ -21,7 +21,7 @@ from .._newton_schulz.solver import Solver
 from .owners import exchanged, joined, OwnedStack, parted
 
 
-#: What a TPU stores side by side: blocks that it divides are moved without a copy.
+#: A tile of a TPU's memory. Blocks of whole tiles are moved without a copy.
 TILE = (8, 128)
 
 #: The most units of blocks that no tile divides, unless they are padded to whole tiles:
@@ -34,7 +34,7 @@ class Contents(NamedTuple):
 
     - `units`: of a block.
     - `step`: the matrices that are iterated at once.
-    - `first`: the unit of each owner's parcel where they begin.
+    - `first`: the unit of each owner's parcel where the stack begins.
     - `trips`: how often each owner iterates `step` of them.
     """
 
@@ -62,8 +62,8 @@ class Parcels:
         self.dtype = solver.wire_dtype(stacks[0].stack.dtype)
         blocks = [x.block for x in stacks]
         self.unit = _unit_of(blocks, [x.stack.count for x in stacks])
-        # Parcel by parcel the units, of all that a device has of the stacks in order,
-        # and -1 for padding.
+        # The units of each parcel, numbered through a device's blocks of all stacks; -1
+        # is padding.
         parcels: list[list[int]] = [[] for _ in stacks[0].counts]
         sent, self.contents, start = [0] * len(parcels), [], 0
         for stack, block in zip(stacks, blocks, strict=True):
@@ -80,13 +80,13 @@ class Parcels:
                 sent[i] = len(parcel) if count else sent[i]
                 parcel += [-1] * (int(trips[i]) * step - int(count)) * units
                 start = stop
-        #: The units of a parcel as it is sent, and as its owner iterates it: the last
-        #: matrices may be fewer than are iterated at once.
+        #: The units of a parcel as it is sent, and as its owner iterates it, with the
+        #: last matrices padded to as many as are iterated at once.
         self.sent, self.kept = max(1, *sent), max(1, *map(len, parcels))
         index = np.full((len(parcels), self.sent), -1, np.int32)
         for line, parcel in zip(index, parcels, strict=True):
             line[: min(len(parcel), self.sent)] = parcel[: self.sent]
-        # An empty unit may be any.
+        # Padding may hold any unit.
         self.index = np.maximum(index, 0)
         filled = np.flatnonzero(index >= 0)
         self.back = np.empty(len(filled), np.int32)
@@ -131,7 +131,7 @@ class Parcels:
             ):
                 offset = first + i * size
                 x = jax.lax.dynamic_slice_in_dim(parcel, offset, size, axis=1)
-                # Without it what prepares a matrix would store it in float32.
+                # Without the barrier preparation would store a matrix in float32.
                 x = jax.lax.optimization_barrier(self._matrices(x, contents))
                 x = self.solver.orthogonalize(x).astype(parcel.dtype)
                 x = self._blocks(x, contents)
@@ -214,7 +214,7 @@ def _is_tiled(block: tuple[int, int]) -> bool:
 
 
 def _at(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
-    """This device's number: one that is known if it is that of all."""
+    """This device's number, a Python number if all devices have the same."""
     if (numbers == numbers[0]).all():
         return int(numbers[0])
     return jnp.asarray(numbers)[jax.lax.axis_index(members)]

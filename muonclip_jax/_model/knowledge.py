@@ -67,7 +67,7 @@ class Knowledge(NamedTuple):
                     # head, so `query` and `rotary_query` are not distinguished.
                     descriptions.append((leaf in layer.key, owned))
         verdicts = resolve_verdicts(numbers, tree, self.read, described=described)
-        # Those of all that was read, since a mask may hide what shows the heads.
+        # From all params that were read, since a mask may hide what shows the heads.
         named = self.model.heads_by_name if self.model is not None else {}
         return split_heads(tree, verdicts, described, named, must)
 

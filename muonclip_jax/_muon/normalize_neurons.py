@@ -45,8 +45,7 @@ class NormalizeNeuronsState(NamedTuple):
         {'w': Array([[0., 0., 0.]], dtype=float32)}
     """
 
-    # By path, so that what a param's metadata say of its axes, in Flax's boxes, is not
-    # taken for what is here.
+    # By path: in Flax's boxes, metadata would describe the axes of the param.
     v: dict[str, jax.Array]
 
 
@@ -108,8 +107,8 @@ def normalize_neurons(
     check_number("eps", eps, NOT_NEGATIVE)
     knowledge = knowledge_of(model, None, dimension_numbers, per_head)
 
-    # Not by `for_leaves`, which keeps gradients from changing the sharding of state
-    # that they are added to: updates are scaled where they are, and stay sharded so.
+    # Not by `for_leaves`, which drops the sharding of gradients so that the state keeps
+    # its own: updates are scaled where they are, and stay sharded as they are.
     def read(tree: Any) -> Layout:
         layout = read_leaves(tree, knowledge, shardings)
         check_matrices_only(layout, "normalize_neurons")
@@ -185,7 +184,7 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
     return sizes_by_name
 
 
-# An eager update shards its state as a program does.
+# Compiled, so that an eager update shards its state as a program does.
 @jax.jit
 def _normalize_leaf(
     leaf: MatrixLeaf, state: list[jax.Array], b2: Any, eps: Any
@@ -231,13 +230,12 @@ def _normalize(
     # nothing is cut, a collective is no operation.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
-    # State stays sharded as it is: that of a piece is not, along its outputs.
+    # The state stays sharded as it is; a piece's is whole along its outputs.
     v = b2 * v + (1 - b2) * impose_no_sharding(mean.astype(v.dtype))
     divisor = keep_sharding(jnp.maximum(v, jnp.asarray(eps, v.dtype)))
     divisor = divisor.astype(mean.dtype)
-    # |o|^2 is the sum over the long side of `mean`, times the size of the short one,
-    # and |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
-    # matrix.
+    # |o|^2 is the sum of `mean` over the long side, times the size of the short one;
+    # |o'|^2 is the same of `mean / v`. The norms need no pass over the matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))
     is_zero = before == 0  # and then has no derivative

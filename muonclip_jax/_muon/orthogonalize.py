@@ -31,8 +31,8 @@ def orthogonalize(
     blocks of leaves inside `jax.shard_map`, but along `slow` axes all that have copies
     do it. Results are float32 or wider.
     """
-    # One program for each place, compiled under `jit` of its own: an eager update, and
-    # the same leaves in another transformation, find it again.
+    # Each place has a program under `jit` of its own, so that eager updates, and other
+    # transformations of the same leaves, find it again.
     results = list(leaves)
     for place, chosen in layout.places(leaves, slow):
         arrays = _at_one_place(solver, [*chosen.values()], place)
@@ -48,7 +48,7 @@ def _at_one_place(
     """Orthogonalizes leaves of one place by the route for its kind."""
 
     def alone(solver: Solver, leaves: list[MatrixLeaf]) -> list[jax.Array]:
-        """Whole leaves on every device by itself."""
+        """Every device orthogonalizes whole leaves."""
         on_device = functools.partial(on_one_device, solver)
         # With automatic axes, or none, `on_whole_leaves` changes nothing.
         whole = functools.partial(on_whole_leaves, on_device)
@@ -96,7 +96,7 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
             # Batch by batch: no more matrices are prepared than are iterated.
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
-            # Preparation fuses with what made the leaves, and with a stack of them.
+            # Preparation fuses with the momentum, and with joining the stack.
             stack_solver = solver.of_stack(alike[min(stack.shape)])
             done.append(stack_solver.iterate(solver.prepare(*parts)))
         alike[min(stack.shape)] += 1
@@ -110,8 +110,8 @@ def _differentiable(
     """`route` with the derivative of what one device does, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 
-    # A forward rule serves both modes: what is linear in the tangents is transposed by
-    # JAX. Where nothing is differentiated it costs nothing.
+    # A forward rule serves both modes, since JAX transposes what is linear in the
+    # tangents.
     @result.defjvp
     def derivative(primals, tangents):
         solver, leaves = primals

@@ -242,7 +242,7 @@ class Direction(NamedTuple):
     def of(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
         if self.rms is None:
-            # A matrix and its transpose get two scales.
+            # The scale of a matrix and of its transpose differ.
             check_directed(layout)
 
         def init_fn(params: optax.Params) -> Any:
@@ -277,7 +277,7 @@ class Direction(NamedTuple):
 
         if view.division is None:
             factor = scale(view)
-        else:  # pieces are those of the whole leaf, of which this may be a block
+        else:  # a factor per piece of the whole leaf; this may be a block
             factor = own_block(jnp.asarray(along_outputs(view, scale)), leaf.cut)
         factor = factor if self.rms is None else self.rms * factor
         scaled = direction * jnp.asarray(factor, direction.dtype)

@@ -23,7 +23,7 @@ _POLAR_EXPRESS_RAW: Schedule = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    # From here on what is left is narrow, and the optimum is the Pade step of order 5,
+    # From here on the interval is narrow, and the optimum is the Pade step of order 5,
     # 15/8 - 10/8 s^2 + 3/8 s^4.
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),

@@ -110,10 +110,9 @@ class Solver:
     """
 
     function: Any
-    #: That of a device, once `on_its_platform` has found it.
+    #: The platform of the program, once `on_its_platform` has set it.
     platform: Platform = dataclasses.field(default=CPU, kw_only=True)
-    #: Which one of the stacks of a shape in a program: each has factors of its own.
-    #: None in a loop.
+    #: The number of a stack among those of its shape in a program; `None` in a loop.
     nth: int | None = dataclasses.field(default=None, kw_only=True)
 
     #: Whether the transpose of a matrix gives the transpose of the result.
@@ -122,8 +121,8 @@ class Solver:
     def on_its_platform(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function(solver, *arguments)` with the solver of the platform.
 
-        That need not be the platform of the default backend, so only the compiler knows
-        it: what follows is traced for each, as `jax.export` for several of them needs.
+        Only the compiler knows the platform, which need not be the default backend's.
+        So the function is traced for each, as `jax.export` for several needs.
         """
 
         def branch(platform: Platform) -> Callable[..., Any]:
@@ -136,7 +135,7 @@ class Solver:
 
     def of_stack(self, nth: int) -> "Solver":
         """The solver of the `nth` stack of a shape in a program."""
-        # Where that changes nothing, one program is found again for all of them.
+        # If stacks have no factors of their own, one program serves all of them.
         has_own_factors = self.platform.adds_in_products
         return dataclasses.replace(self, nth=nth) if has_own_factors else self
 
@@ -172,11 +171,10 @@ class Solver:
     def orthogonalize_all(
         self, stack: jax.Array, count: jax.Array | None = None
     ) -> jax.Array:
-        """Orthogonalizes as many matrices of a stack at once as do well.
+        """Orthogonalizes a stack in batches, in place.
 
-        `count`: only the first ones, a number that may be known at run time alone; what
-        becomes of the rest is undefined. Results take the places of what they were made
-        of, so that there is one stack.
+        With a `count`, which may be traced, only that many matrices; the others become
+        anything.
         """
         slots, *shape = stack.shape
         step = self.batch_size(shape, slots)
@@ -195,12 +193,12 @@ class Solver:
     def batch_size(
         self, shape: Sequence[int], count: int, in_blocks: bool = False
     ) -> int:
-        """The matrices of a shape that are iterated at once, of so many."""
+        """The number of matrices, of `count`, that are iterated at once."""
         most = self.platform.batch_entries
         if in_blocks:
             most = min(most, self.platform.block_entries)
         size = max(1, int(most // max(1, math.prod(shape))))
-        # Trips as even as they can be: what pads the last is iterated for nothing.
+        # Trips of one size, since padding in the last is iterated for nothing.
         return math.ceil(count / math.ceil(count / size)) if count else size
 
 
@@ -272,8 +270,8 @@ class Polynomials(Solver):
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
         """How steps are collected, and whether that is the Gram form."""
         m, n = sorted(shape)
-        # Exact products of float32, which the Gram form needs, are several times as
-        # slow on an accelerator as what the standard form makes do with.
+        # On an accelerator exact products of float32, which the Gram form needs, are
+        # several times as slow as those of the standard form.
         cheap = self.platform.name == "cpu" or jnp.finfo(dtype).bits == 16
         is_gram = self.method == "gram" or (
             self.method == "auto" and cheap and n >= GRAM_ASPECT_RATIO * m

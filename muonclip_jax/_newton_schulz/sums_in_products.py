@@ -7,9 +7,9 @@ none, X and R are held in units, Y = s X and r = u R, and a step is
     r = alpha Y Y^T,  z = r + square r r,  Y = Y + share z Y
 
 with `u = alpha s^2`, `square = c / (b u)` and `share = b / (a u)`. In exact arithmetic
-`I + share z` is `(a I + b R + c R^2) / a`, so s is divided by a. Of several steps, a
-pass, all but the last have `q = I + share z` rounded with its diagonal; R of the next
-step is `q R q`, and u is divided by `a^2`.
+`I + share z` is `(a I + b R + c R^2) / a`, so s is divided by a. In a pass of several
+steps all but the last round `q = I + share z` with its diagonal; R of the next step is
+`q R q`, and u is divided by `a^2`.
 """
 
 import functools
@@ -77,7 +77,7 @@ def _after(factors: Factors, y: jax.Array, leaves: bool = False) -> jax.Array:
     total = None
     for square, share in early:
         z = _product(r, r, square, r) if square else r
-        # As users may ask of JAX, nothing is promoted to another rank unsaid.
+        # Broadcast here, since users may forbid JAX to promote ranks.
         one = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=jnp.float32), r.shape)
         q = (np.float32(share) * z.astype(jnp.float32) + one).astype(r.dtype)
         # q r q. By q twice, what its rounding does to large singular values would come

@@ -192,9 +192,8 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
             label = name.label if name.is_known else "vector"
             about = dict(label=label, source="unread", line=use.line, use=use.kind)
             use = name._replace(**about)
-        # A kernel of a known layer, on entries of which the function seems to work one
-        # by one: either may be wrong, as where a reading lacks a rule for a library's
-        # own products, and nothing else would show it.
+        # By its name it is a kernel, by the trace it is multiplied entry by entry.
+        # Either may be wrong, as where a reading lacks a rule for a library's products.
         elif use.kind == "elementwise" and is_sure:
             kind = f"a kernel by its name, but multiplied entry by entry at {use.line}"
             about = dict(numbers=name.numbers, kind=kind, is_known=False)

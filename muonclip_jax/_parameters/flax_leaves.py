@@ -1,10 +1,10 @@
 """Leaves of one layer: what is left of a stacked leaf, turned and named as in Flax.
 
-Layers are stacked where `stack_axes` or the leaf's axis names say. Else vectors give
-them away: in one layer a norm has one axis. Where every leaf under a module has the
-same sizes at the same place, and its norms have just those axes more, they are a stack:
-in front, as Flax, Haiku and Haliax put it, after the first axis, as MaxText does, or at
-the end.
+Layers are stacked where `stack_axes` or the leaf's axis names say. Otherwise norms show
+them, which have one axis in one layer. If all leaves under a module have the same sizes
+at the same place, and its norms have only these axes besides their one, these axes are
+a stack: in front, as in Flax, Haiku and Haliax, after the first axis, as in MaxText, or
+at the end.
 """
 
 import re
@@ -56,14 +56,14 @@ def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, LayerStack]]:
     # Libraries put layers first, after the first axis, or last.
     vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
-        # A bias may have an axis of heads, which a kernel has after its first. Only one
-        # that is not just the last axes of its kernel is of a stack.
+        # A bias may have an axis of heads, which a kernel has after its first. Only a
+        # bias that differs from the last axes of its kernel shows a stack.
         biases = {p[:-1]: without_ones(x) for p, x in shapes.items() if p[-1][0] == "b"}
         pairs = [(biases.get(p[:-1], ()), shapes[p]) for p in kernels]
         if any(bias != kernel[-len(bias) :] for bias, kernel in pairs if bias):
             vectors, places = [bias for bias, _ in pairs if bias], (0,)
     depth = min(map(len, vectors), default=0) - 1
-    # A gain for each output of the one kernel there, as of each head, is no stack.
+    # A gain for each output of the only kernel, such as one per head, is no stack.
     is_one = len(kernels) == 1 and all(
         x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )

@@ -11,7 +11,7 @@ from . import paths
 from .paths import Path, PathedTree, show
 
 
-#: What a rule says of a leaf that is to be found automatically after all.
+#: The entry of a leaf whose axes are to be found automatically after all.
 AUTOMATIC = "auto"
 
 
@@ -100,7 +100,7 @@ def broadcast(
     expected: str,
     remedy: str = "",
 ) -> list[Any]:
-    """Gives every leaf the entry whose path begins its own.
+    """Returns for every leaf the entry at its path, or else at a module above it.
 
     Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
     `update` plain dicts. `name`, `expected` and `remedy` are for the messages.

@@ -1,4 +1,4 @@
-"""What a leaf is by its name, its shape and what is next to it: a list of rules.
+"""Rules that decide what a leaf is, by its name, its shape and its neighbors.
 
 Leaves are first written as Flax would have them, one layer of each stack, so that one
 list serves all libraries. The first rule that holds decides; `outputs` then looks for

@@ -70,7 +70,7 @@ _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "kv", "wkv", "qkv", "qk", "attn"}
-#: Layers that say nothing of what they are for.
+#: Names of layers that do not say what the layer is for.
 UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
     re.I,
@@ -83,7 +83,7 @@ OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "
 OUTPUTS |= {"heatmap", "regression", "forecast", "backcast", "density", "logstd"}
 OUTPUTS |= {"ctc", "tagger", "prediction", "predictor", "predictors", "readout"}
 OUTPUTS |= {"readouts"}
-#: Words that say so in front of those of any layer: `classifier_fc`, `vocab_dense`.
+#: Words of an output head before those of any layer: `classifier_fc`, `vocab_dense`.
 BEFORE_LAYERS = _HEADS - {"head"}
 #: Words of a router, and of the experts next to it.
 ROUTERS = {"router", "gate", "gates"}
@@ -191,7 +191,7 @@ def is_convolution(path: Path) -> bool:
 def is_layer(path: Path) -> bool:
     """Checks for the kernel of a layer that is called so, such as `Dense_0`, `q_proj`.
 
-    What else Flax calls a kernel may be anything.
+    Any other leaf that Flax calls a kernel may be anything.
     """
     is_called = is_convolution(path) or is_called_layer(path[-2:-1])
     return path[-1:] == ("kernel",) and is_called

@@ -29,7 +29,7 @@ def outputs_of(
     verdicts: Mapping[Path, Verdict],
     stacks: Mapping[Path, LayerStack],
 ) -> dict[Path, Verdict]:
-    """New verdicts on kernels that write the output, or may, by their own paths."""
+    """Returns new verdicts on kernels that write the output, or may, by path."""
     in_order = sorted(leaves.values(), key=_in_order)
     taken = {x.tree_path: _inputs(x, verdicts[x.tree_path]) for x in in_order}
     takers = Counter(n for n in taken.values() if n)
@@ -49,7 +49,8 @@ def outputs_of(
     for x in sorted(kernels + rows, key=_in_order):
         if names.UNNAMED.fullmatch(x.module):
             chains.setdefault(x.path[:-2], []).append(x)
-    # Layers of one shape are a block, and two that come back to where they began.
+    # The last layer of each chain, but for blocks: layers of one shape, or two that
+    # come back to where they began. True if it is asked about in any case.
     last = {
         chain[-1]: len(chain) > 2 and module != () and chain[-1].bias is not None
         for module, chain in chains.items()
@@ -57,10 +58,10 @@ def outputs_of(
         if not (module and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
         if not _is_before(chain[-1], hidden)
     }
-    # A part of a block by its name is none, nor what others may take in parts.
     untaken = {
         x for x in layers if takers[n := x.shape[-1]] == (taken[x.tree_path] == n)
     }
+    # A part of a block by its name writes no output, nor do features taken in parts.
     candidates = {x for x in untaken.intersection(kernels) if not _is_part(x, takers)}
 
     # The last layer in the table's module, or at the root, else what no layer takes.
@@ -81,14 +82,14 @@ def outputs_of(
         for x, why in writers.items()
     }
     if hidden:
-        # Nobody knows what a kernel takes that a mask hides: it is asked who is taken
-        # for a head, and who is the last of the whole model, or of a module of it.
+        # Nobody knows what a hidden kernel takes. So the user is asked about heads that
+        # were found, and about the last kernel of the model, or of a module of it.
         doubt = dict(kind="may write the output", is_known=False)
         revised = {tree_path: x._replace(**doubt) for tree_path, x in revised.items()}
         candidates &= alone
         candidates -= {x for x in candidates if x.path[3:] or _is_before(x, hidden)}
-    # A head that writes features which another part takes is none: the pictures' of
-    # PaliGemma, the texts' of SigLIP.
+    # A head whose features another part takes is none: that of the pictures in
+    # PaliGemma, that of the texts in SigLIP.
     for x in heads:
         if x.path[2:] and x.module == "head" and takers[x.shape[-1]]:
             doubt = Verdict("matrix", x.numbers(*DENSE), "may be no head")

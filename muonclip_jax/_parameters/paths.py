@@ -105,10 +105,10 @@ def is_function(x: Any) -> bool:
 def params_of(params: Any) -> Any:
     """The part of a module for an optimizer: the state of `nnx.Param`, or floats.
 
-    That is `wrt=nnx.Param` of NNX, and `eqx.is_inexact_array` of Equinox, whose modules
-    may be anywhere in the tree. All else stays as it is.
+    NNX selects them by `wrt=nnx.Param`, Equinox by `eqx.is_inexact_array`. Equinox's
+    modules may be anywhere in the tree. All else stays as it is.
     """
-    # A module of theirs comes with an import of theirs: nobody else needs one.
+    # Whoever has a module of theirs has imported them.
     nnx, eqx = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx is not None and isinstance(params, nnx.Module):
         # Modules without variables, of arrays alone, are trees as they are.
@@ -231,7 +231,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
 def _is_box_of_flax(kind: type) -> bool | None:
     """Checks for a variable of NNX or a box of Linen, without importing Flax.
 
-    They may hold a tree, too. `None` for what is not Flax's.
+    They may hold a tree, too. Returns `None` for a type of another library.
     """
     names = {x.__name__ for x in kind.__mro__ if f"{x.__module__}.".startswith("flax.")}
     if names & {"Variable", "AxisMetadata"}:

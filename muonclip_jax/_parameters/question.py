@@ -9,7 +9,7 @@ from .paths import is_masked, Path, PathedTree, show
 from .verdict import Verdict
 
 
-#: What to say to a transformation that sees but a part of the params.
+#: The argument for a transformation that sees only a part of the params.
 BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
 _FEW = 3  # leaves that are alike and listed one by one
