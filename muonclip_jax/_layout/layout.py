@@ -31,8 +31,8 @@ from .shardings import (
     blocks_along,
     check_one_mesh,
     check_spec,
-    found_sharding,
     given_shardings,
+    locate,
     mesh_axes,
     PlacedLeaf,
     Shardings,
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
             return None, leaves
         ambient = None if ambient.empty else ambient
-        located = [found_sharding(leaf, ambient) for leaf in leaves]
+        located = [locate(leaf, ambient) for leaf in leaves]
         placed = [leaf for leaf in located if leaf.mesh is not None]
         if not placed:
             return None, leaves

@@ -119,16 +119,16 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     """True if an array is known to be sharded as `spec` says, in its type too."""
     if isinstance(x, Tracer):
         return False
-    x_mesh, x_spec = _of_array(x)
+    x_mesh, x_spec = _sharding_of(x)
     return x_spec is not None and _same(x_mesh, mesh) and _cuts(x_spec) == _cuts(spec)
 
 
-def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
+def locate(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
     """Returns the leaf with its mesh, by default the `ambient` one, and its spec."""
     path, array, given = leaf.path, leaf.array, leaf.given
     if is_masked(array):
         return leaf
-    mesh, spec = _of_array(array)
+    mesh, spec = _sharding_of(array)
     if given is None:
         return leaf._replace(mesh=mesh or ambient, spec=spec)
     if isinstance(given, NamedSharding):
@@ -151,7 +151,7 @@ def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf
     return leaf._replace(mesh=wanted[0], spec=wanted[1])
 
 
-def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
+def _sharding_of(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     # Abstract params may have none.
     typed = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
     sharding = getattr(typed, "sharding", None)

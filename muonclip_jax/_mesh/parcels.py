@@ -124,7 +124,7 @@ class Parcels:
         members = self.replicated + self.sharded
         for contents in self.contents:
             size = contents.step * contents.units
-            first, trips = (_at(x, members) for x in (contents.first, contents.trips))
+            first, trips = (_here(x, members) for x in (contents.first, contents.trips))
 
             def replace(
                 i: Any, parcel: jax.Array, contents=contents, size=size, first=first
@@ -213,7 +213,7 @@ def _is_tiled(block: tuple[int, int]) -> bool:
     return not any(n % size for n, size in zip(block, TILE, strict=True))
 
 
-def _at(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
+def _here(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
     """This device's number, a Python number if all devices have the same."""
     if (numbers == numbers[0]).all():
         return int(numbers[0])
