@@ -78,24 +78,24 @@ def orthogonalize_by_constraint(
         device = jax.lax.axis_index(axes) if axes else 0
         barriers = [()] * len(plan)
         iterated = []
-        for i, ((_, share), x) in enumerate(
+        for i, ((_, assigned), x) in enumerate(
             zip(plan, wait_for_all(slots, barriers), strict=True)
         ):
             # A name by which benchmarks know its loop.
             with jax.named_scope(f"stack{i}"):
-                count = jnp.asarray(share.counts)[device]
+                count = jnp.asarray(assigned.counts)[device]
                 iterated.append(solver.orthogonalize_all(x, count))
         return wait_for_all(iterated, barriers)
 
     arrived = []
-    for stack, share in plan:
+    for stack, assigned in plan:
         matrices = stack.gather(solver.wire_dtype(stack.dtype))
         if _is_even(stack, devices):
             slots = _side_by_side(matrices, devices)
         else:
             # Without this, XLA would move the stack before the padding and after it.
             slots = jnp.concatenate(matrices)
-            slots = jnp.pad(slots, [share.padding, (0, 0), (0, 0)])
+            slots = jnp.pad(slots, [assigned.padding, (0, 0), (0, 0)])
             slots = constrained(slots, axes[:-1] or None, ANY, ANY)
         arrived.append(constrained(halfway(slots), axes or None, None, None))
     by_device = PartitionSpec(axes or None)
@@ -109,13 +109,13 @@ def orthogonalize_by_constraint(
         check_vma=False,
     )(solver, arrived)
     results: list[Any] = list(pieces)
-    for (stack, share), slots in zip(plan, iterated, strict=True):
+    for (stack, assigned), slots in zip(plan, iterated, strict=True):
         slots = halfway(slots)
         if _is_even(stack, devices):
             _apart(slots, devices, stack, results)
         else:
             slots = constrained(slots, None, ANY, ANY)
-            stack.scatter(slots[share.first : share.first + stack.count], results)
+            stack.scatter(slots[assigned.first : assigned.first + stack.count], results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
     # The results are sharded as their leaf is, not as their owners were.
     whole = map(impose_no_sharding, unite(results))
@@ -175,10 +175,10 @@ def divide_stacks(
             few.append(part)
     stacks = [x for parts in [few, *alone.values()] for x in plan_stacks(parts)]
     work = [(stack.count, solver.cost(stack.shape, stack.dtype)) for stack in stacks]
-    return [*zip(stacks, share_in_a_row(work, devices), strict=True)]
+    return [*zip(stacks, assign_slots(work, devices), strict=True)]
 
 
-def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slots]:
+def assign_slots(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slots]:
     """Assigns consecutive matrices to devices, for arrays that XLA shards.
 
     Any other order would need a gather, which XLA does not partition well.
@@ -193,7 +193,7 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
         # A stack that divides evenly may already be sharded so.
         if count % devices:
             candidates.append(_where_least_busy(loads, count, 2 * least))
-        loads_after = [loads + float(cost) * share.counts for share in candidates]
+        loads_after = [loads + float(cost) * slots.counts for slots in candidates]
         best = int(np.argmin([x.max() for x in loads_after]))
         slots_of_stack[i], loads = candidates[best], loads_after[best]
     return [slots_of_stack[i] for i in range(len(stacks))]

@@ -22,12 +22,12 @@ from .._matrices.stacks import MatrixLeaf, MOST_LEAVES, Part, Stack, zero_after
 from .._mesh_axes import is_checked, keep_sharding, resharded, varying
 from .._newton_schulz.solver import Solver
 from .owners import (
+    assign_owners,
     Cut,
     cut_of,
     groups_of,
     local_view,
     OwnedStack,
-    share_out,
     Work,
 )
 from .parcels import Parcels
@@ -37,7 +37,7 @@ from .stack_exchange import StackExchange
 #: A leaf with at least this many entries per device gets an exchange of its own. Small
 #: leaves together need fewer exchanges; large ones alone need no copy into a stack:
 #: 41 % of the temporaries of Mixtral's update on 64 v5p, by the compiler.
-LARGE_SHARE = 2**24
+LARGE_LEAF = 2**24
 
 
 #: Stacks whose own exchange would send more than this, over the least, share one. Other
@@ -183,7 +183,7 @@ def _stored(leaf: jax.Array) -> jax.Array:
     float32 once as it was sent and once as the leaf is: of Mixtral's update on 64 v5p
     that is 1.3 of 3.9 GB of temporaries. Smaller leaves take 3 % longer for it.
     """
-    if leaf.size >= LARGE_SHARE:
+    if leaf.size >= LARGE_LEAF:
         leaf = jax.lax.optimization_barrier(leaf)
     return leaf.astype(np.promote_types(leaf.dtype, jnp.float32))
 
@@ -223,8 +223,8 @@ def _owned_stacks(
             view = view.wide  # a device has all of a matrix, and to turn it is free
             cut = cut_of(view, spec, mesh, slow)
         local = local_view(view, spec, mesh)
-        share, rest = divmod(local.count, math.prod(mesh[n] for n in cut.members))
-        is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
+        per_member, rest = divmod(local.count, math.prod(mesh[n] for n in cut.members))
+        is_apart = not rest and per_member * math.prod(cut.shape) >= LARGE_LEAF
         key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
         groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=local)))
     stacks = [
@@ -241,10 +241,12 @@ def _owned_stacks(
         )
         for stack, cut in stacks
     ]
-    shares = share_out(work, math.prod(mesh.values()))
+    counts_of_stacks = assign_owners(work, math.prod(mesh.values()))
     return [
         OwnedStack(f"stack{i}", stack, cut, counts)
-        for i, ((stack, cut), counts) in enumerate(zip(stacks, shares, strict=True))
+        for i, ((stack, cut), counts) in enumerate(
+            zip(stacks, counts_of_stacks, strict=True)
+        )
     ]
 
 

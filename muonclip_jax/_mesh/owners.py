@@ -178,7 +178,7 @@ class Work(NamedTuple):
     groups: np.ndarray
 
 
-def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
+def assign_owners(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
     Returns, for each stack, how many each member has. Members take matrices in order,
@@ -200,7 +200,7 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
         + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)
         / devices
     )
-    loads, sent, counts = np.zeros(devices), np.zeros(devices), {}
+    loads, sent, counts_of_stack = np.zeros(devices), np.zeros(devices), {}
     for i in by_cost([stack.cost for stack in stacks]):
         count, cost, entries, groups = stacks[i]
         order = rank[groups].min(axis=0)
@@ -212,8 +212,8 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
             taken[chosen] += 1
             loads[groups[:, chosen]] += float(cost)
             sent[groups[:, chosen]] += entries
-        counts[i] = taken
-    return [counts[i] for i in range(len(stacks))]
+        counts_of_stack[i] = taken
+    return [counts_of_stack[i] for i in range(len(stacks))]
 
 
 def by_cost(costs: Sequence[float]) -> list[int]:
