@@ -241,13 +241,9 @@ def _owned_stacks(
         )
         for stack, cut in stacks
     ]
-    counts_of_stacks = assign_owners(work, math.prod(mesh.values()))
-    return [
-        OwnedStack(f"stack{i}", stack, cut, counts)
-        for i, ((stack, cut), counts) in enumerate(
-            zip(stacks, counts_of_stacks, strict=True)
-        )
-    ]
+    counts = assign_owners(work, math.prod(mesh.values()))
+    entries = enumerate(zip(stacks, counts, strict=True))
+    return [OwnedStack(f"stack{i}", *stack, count) for i, (stack, count) in entries]
 
 
 def wait_for_all(
