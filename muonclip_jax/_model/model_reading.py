@@ -131,14 +131,20 @@ class ModelReading:
         tree, names_say = self._tree, ["names say"]
         named = ByNames(tree).verdicts().values()
         sizes = []
-        for path, leaf, v, name in tree.rows(self._verdicts, named):
-            axes, by_name = (_axes(x, len(leaf.shape)) for x in (v, name))
-            is_guess = not v.is_known or v.source == "unread"
-            label, shape = v.label + "?" * is_guess, str(tuple(leaf.shape))
-            use = v.use or v.kind
-            rows.append([paths.show(path), shape, label, axes, use, v.line or "-"])
-            why = f"{by_name} ({name.kind}{name.note})" if name.is_known else "nothing"
-            is_same = axes == by_name and name.is_known
+        for path, leaf, verdict, by_name in tree.rows(self._verdicts, named):
+            axes, named_axes = (_axes(x, len(leaf.shape)) for x in (verdict, by_name))
+            is_guess = not verdict.is_known or verdict.source == "unread"
+            label, shape = verdict.label + "?" * is_guess, str(tuple(leaf.shape))
+            use = verdict.use or verdict.kind
+            rows.append(
+                [paths.show(path), shape, label, axes, use, verdict.line or "-"]
+            )
+            why = (
+                f"{named_axes} ({by_name.kind}{by_name.note})"
+                if by_name.is_known
+                else "nothing"
+            )
+            is_same = axes == named_axes and by_name.is_known
             names_say.append("" if is_same or is_guess else why)
             sizes.append((label, math.prod(leaf.shape), 1))
         if any(names_say[1:]):

@@ -180,25 +180,33 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
     vector that the user is asked about.
     """
     if not any(
-        use.kind == "elementwise" and names.is_layer(path) if use.is_known else True
-        for path, _, use in tree.rows(read)
+        traced.kind == "elementwise" and names.is_layer(path)
+        if traced.is_known
+        else True
+        for path, _, traced in tree.rows(read)
     ):
         return [*read]
     named, verdicts = ByNames(tree).verdicts(), []
-    for path, _, use in tree.rows(read):
-        name = named[path]
-        is_sure = name.numbers is not None and name.is_known and names.is_layer(path)
-        if not use.is_known:
-            label = name.label if name.is_known else "vector"
-            about = dict(label=label, source="unread", line=use.line, use=use.kind)
-            use = name._replace(**about)
+    for path, _, traced in tree.rows(read):
+        by_name = named[path]
+        is_sure = (
+            by_name.numbers is not None and by_name.is_known and names.is_layer(path)
+        )
+        if not traced.is_known:
+            label = by_name.label if by_name.is_known else "vector"
+            changes = dict(
+                label=label, source="unread", line=traced.line, use=traced.kind
+            )
+            traced = by_name._replace(**changes)
         # By its name it is a kernel, by the trace it is multiplied entry by entry.
         # Either may be wrong, as where a reading lacks a rule for a library's products.
-        elif use.kind == "elementwise" and is_sure:
-            kind = f"a kernel by its name, but multiplied entry by entry at {use.line}"
-            about = dict(numbers=name.numbers, kind=kind, is_known=False)
-            use = use._replace(**about)
-        verdicts.append(use)
+        elif traced.kind == "elementwise" and is_sure:
+            kind = (
+                f"a kernel by its name, but multiplied entry by entry at {traced.line}"
+            )
+            changes = dict(numbers=by_name.numbers, kind=kind, is_known=False)
+            traced = traced._replace(**changes)
+        verdicts.append(traced)
     return verdicts
 
 

@@ -67,8 +67,8 @@ def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
             # A name by itself, such as `linear`, is no role unless its shape fits.
             is_role = bool(fitting) or len(members) > 1
-            about = dict(role=role if is_role else "", letters=tuple(letters.values()))
-            layouts[leaf.tree_path] = about
+            fields = dict(role=role if is_role else "", letters=tuple(letters.values()))
+            layouts[leaf.tree_path] = fields
     return layouts
 
 

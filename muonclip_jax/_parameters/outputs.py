@@ -73,8 +73,8 @@ def outputs_of(
     eligible = {x for x in eligible if x.shape[-1] in sizes and not has_head}
     writers = {x for x in eligible if x in last and x.path[:-2] in modules}
     writers = dict.fromkeys(writers or eligible & untaken, "as large as the vocabulary")
-    n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    if len(candidates) == 1 and n_matrices > 2 and not (has_head or writers):
+    matrix_count = sum(x.numbers is not None for x in verdicts.values())
+    if len(candidates) == 1 and matrix_count > 2 and not (has_head or writers):
         sure = filter(_may_be_head, candidates & alone)
         writers = dict.fromkeys(sure, "nothing takes its outputs")
     revised = {
@@ -95,17 +95,17 @@ def outputs_of(
             doubt = Verdict("matrix", x.numbers(*DENSE), "may be no head")
             revised[x.tree_path] = doubt._replace(is_known=False)
     givers = Counter(x.shape[-1] for x in kernels)
-    follows = {x for x in kernels if _follows(x, givers)}
-    if not (follows or revised):  # a part of a model
+    followers = {x for x in kernels if _follows(x, givers)}
+    if not (followers or revised):  # a part of a model
         return revised
     asked = candidates | writers.keys()
     has_writer = bool(heads or asked or hidden)
     lasts = {chain[-1] for chain in chains.values()}
-    lasts, seen = {x for x in lasts if not _is_before(x, hidden)}, alone & follows
-    asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
+    lasts, lone = {x for x in lasts if not _is_before(x, hidden)}, alone & followers
+    asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in lone)}
     # Next to a table the last of a module is as likely the last of a stem.
-    seen = {x for x in seen if not (has_writer or (tables and x.path[2:]))}
-    asked |= {x for x in follows & {*last} if last[x] or x in seen}
+    lone = {x for x in lone if not (has_writer or (tables and x.path[2:]))}
+    asked |= {x for x in followers & {*last} if last[x] or x in lone}
     for x in asked - {*writers}:
         is_head = x in alone and (x in untaken or not x.path[2:])
         numbers = None if is_head else verdicts[x.tree_path].numbers

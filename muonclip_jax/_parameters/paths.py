@@ -213,7 +213,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     data = treedef.node_data()
     if data is None or len(children) != 1:
         return False
-    (((key,), child),), (kind, about) = children, data
+    (((key,), child),), (kind, metadata) = children, data
     name = jax.tree_util.keystr((key,), simple=True)
     is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
     if name != "value":
@@ -222,7 +222,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     # A module may hold nothing but its `value`; a box says something about it, or, in
     # penzai, holds a named array, in one more box.
     if is_end:
-        return bool(about) and not issubclass(kind, Mapping)
+        return bool(metadata) and not issubclass(kind, Mapping)
     below = jax.tree.flatten_with_path(child, is_leaf=lambda x: x is not child)[0]
     return [jax.tree_util.keystr(x, simple=True) for x, _ in below] == ["data_array"]
 
