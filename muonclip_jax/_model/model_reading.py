@@ -135,17 +135,12 @@ class ModelReading:
             axes, named_axes = (_axes(x, len(leaf.shape)) for x in (verdict, by_name))
             is_guess = not verdict.is_known or verdict.source == "unread"
             label, shape = verdict.label + "?" * is_guess, str(tuple(leaf.shape))
-            use = verdict.use or verdict.kind
-            rows.append(
-                [paths.show(path), shape, label, axes, use, verdict.line or "-"]
-            )
-            why = (
-                f"{named_axes} ({by_name.kind}{by_name.note})"
-                if by_name.is_known
-                else "nothing"
-            )
+            use, line = verdict.use or verdict.kind, verdict.line or "-"
+            rows.append([paths.show(path), shape, label, axes, use, line])
+            why = f"{named_axes} ({by_name.kind}{by_name.note})"
+            cell = why if by_name.is_known else "nothing"
             is_same = axes == named_axes and by_name.is_known
-            names_say.append("" if is_same or is_guess else why)
+            names_say.append("" if is_same or is_guess else cell)
             sizes.append((label, math.prod(leaf.shape), 1))
         if any(names_say[1:]):
             rows = [[*row, cell] for row, cell in zip(rows, names_say, strict=True)]

@@ -180,32 +180,24 @@ def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
     vector that the user is asked about.
     """
     if not any(
-        traced.kind == "elementwise" and names.is_layer(path)
-        if traced.is_known
-        else True
-        for path, _, traced in tree.rows(read)
+        not x.is_known or (x.kind == "elementwise" and names.is_layer(path))
+        for path, _, x in tree.rows(read)
     ):
         return [*read]
     named, verdicts = ByNames(tree).verdicts(), []
     for path, _, traced in tree.rows(read):
         by_name = named[path]
-        is_sure = (
-            by_name.numbers is not None and by_name.is_known and names.is_layer(path)
-        )
+        is_kernel = by_name.numbers is not None and by_name.is_known
         if not traced.is_known:
             label = by_name.label if by_name.is_known else "vector"
-            changes = dict(
-                label=label, source="unread", line=traced.line, use=traced.kind
-            )
-            traced = by_name._replace(**changes)
+            line, use = traced.line, traced.kind
+            traced = by_name._replace(label=label, source="unread", line=line, use=use)
         # By its name it is a kernel, by the trace it is multiplied entry by entry.
         # Either may be wrong, as where a reading lacks a rule for a library's products.
-        elif traced.kind == "elementwise" and is_sure:
-            kind = (
-                f"a kernel by its name, but multiplied entry by entry at {traced.line}"
-            )
-            changes = dict(numbers=by_name.numbers, kind=kind, is_known=False)
-            traced = traced._replace(**changes)
+        elif traced.kind == "elementwise" and is_kernel and names.is_layer(path):
+            kind = "a kernel by its name, but multiplied entry by entry at "
+            changes = dict(numbers=by_name.numbers, kind=kind + traced.line)
+            traced = traced._replace(**changes, is_known=False)
         verdicts.append(traced)
     return verdicts
 
