@@ -44,7 +44,7 @@ AxisNames = tuple[Hashable, ...]
 
 
 class Place(NamedTuple):
-    """Where some leaves are: what decides how they are orthogonalized.
+    """Where some leaves are, which decides how they are orthogonalized.
 
     - "one device": every matrix is at hand.
     - "mesh": sharded on a `mesh` as their specs say.
@@ -88,12 +88,12 @@ class Layout(NamedTuple):
         return tuple(a for a in axes if a in mapped) or tuple(axes)
 
     def of(self, tree: Any) -> list[PlacedLeaf]:
-        """The leaves with the arrays of another tree of this structure."""
+        """Returns the leaves with the arrays of another tree of this structure."""
         pairs = zip(self.leaves, self.tree.of(tree), strict=True)
         return [leaf._replace(array=x) for leaf, x in pairs]
 
     def on_mesh(self, leaves: Sequence[PlacedLeaf]) -> tuple[Any, Sequence[PlacedLeaf]]:
-        """The mesh of leaves, `None` if they are on none, and the leaves with specs.
+        """Returns the mesh of leaves, `None` without one, and the leaves with specs.
 
         The user's shardings come first, then those of arrays and, with explicit axes,
         of tracers. With automatic axes a tracer knows its mesh but not its spec.
@@ -120,14 +120,14 @@ class Layout(NamedTuple):
     def places(
         self, leaves: Sequence[PlacedLeaf], slow: AxisNames = ()
     ) -> list[tuple[Place, dict[int, MatrixLeaf]]]:
-        """Groups leaves that have a view by where they are; by their index.
+        """Groups leaves that have a view by their place; each by its index.
 
         **Raises:** `ValueError` for `slow` axes that do not exist here.
         """
         if not any(leaf.view for leaf in leaves):
             return []
-        # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
-        # is set around: the mapped axes alone say what others hold.
+        # Inside `shard_map` or `pmap` only the mapped axes say what other devices hold,
+        # whatever mesh is set around.
         axes = self.shared_axes
         mesh, leaves = (None, leaves) if axes else self.on_mesh(leaves)
         axes_here = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
@@ -148,9 +148,9 @@ class Layout(NamedTuple):
             if leaf.view:
                 matrices = MatrixLeaf(leaf.array, leaf.view, spec or PartitionSpec())
                 groups.setdefault(place, {})[i] = matrices
-        # A mesh may have two places: leaves whose sharding is known, and others. The
-        # known ones are exchanged by a plan, which sends fewer bytes than XLA does, and
-        # one leaf of unknown sharding must not take that from the others.
+        # A mesh may have two places, of leaves whose sharding is known and of others. A
+        # plan exchanges the known ones and sends fewer bytes than XLA does; one leaf of
+        # unknown sharding must not take that from the rest.
         return sorted(groups.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
@@ -210,7 +210,7 @@ class Layout(NamedTuple):
 def read_layout(
     params: Any, shardings: Shardings | None = None, axis_name: Hashable | None = None
 ) -> Layout:
-    """Reads a tree of params or of what has their structure.
+    """Reads a tree of params, or one with their structure.
 
     **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
     fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
@@ -232,7 +232,7 @@ def read_layout(
 
 
 def axis_names(axis_name: Any, argument: str = "axis_name") -> AxisNames:
-    """One name, several or none.
+    """Returns names as a tuple: one, several or none.
 
     **Raises:** `ValueError` for what is no name of an axis.
     """
@@ -271,8 +271,8 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
                 "jax.pmap or jax.shard_map over it, or leave axis_name out"
             ) from error
     manual = tuple(sorted(_mapped_axes()))
-    # An axis of `vmap` has a name and a size, as those of `shard_map` have, but no
-    # devices: collectives over it are sums over a batch axis.
+    # An axis of `vmap` has a name and a size, but no devices: collectives over it are
+    # sums over a batch axis.
     vmapped = [axis for axis in replicas if axis not in manual]
     if vmapped and manual and is_checked(manual):
         raise ValueError(
@@ -306,7 +306,7 @@ def check_gradients(leaves: Sequence[PlacedLeaf]) -> None:
 
 
 def differing(x: jax.Array, along: AxisNames) -> AxisNames:
-    """The axes among `along` along which an array may differ, as far as types know."""
+    """Returns the axes of `along` along which an array may differ, by its type."""
     varying = manual_axes(x)
     return tuple(axis for axis in along if axis in varying or not is_checked((axis,)))
 
@@ -314,7 +314,7 @@ def differing(x: jax.Array, along: AxisNames) -> AxisNames:
 def cut_axes(
     cut: PartitionSpec, along: Collection[int] | None = None
 ) -> tuple[str, ...]:
-    """The axes of the mesh that cut a leaf, or some of its axes."""
+    """Returns the axes of the mesh that cut a leaf, or some of its axes."""
     entries = [x for i, x in enumerate(cut) if along is None or i in along]
     return tuple(name for entry in entries for name in mesh_axes(entry))
 
@@ -328,7 +328,7 @@ def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """This device's block of a whole leaf, or of what broadcasts to one."""
+    """Returns this device's block of a whole leaf, or of one that broadcasts to it."""
     for axis, entry in enumerate(cut):
         names = mesh_axes(entry)
         # An array that broadcasts along an axis is whole already.
@@ -357,5 +357,5 @@ def on_whole_blocks(
 
 
 def _mapped_axes() -> frozenset[str]:
-    """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
+    """Returns the axes that a `jax.shard_map` or `jax.pmap` around this maps."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

@@ -37,11 +37,11 @@ class Piece(NamedTuple):
 
     @property
     def leaf_axes(self) -> list[int | None]:
-        """The axis of the leaf that each axis is, or is the major factor of."""
+        """Returns the axis of the leaf that each axis is, or is the major factor of."""
         return [axis.leaf_axis for axis in self.axes]
 
 
-#: From arrays in the place of pieces to arrays in the place of leaves.
+#: Puts arrays of pieces together into arrays of leaves.
 Unite = Callable[[Iterable[jax.Array]], list[jax.Array]]
 
 
@@ -60,16 +60,16 @@ def divide(leaves: Sequence[MatrixLeaf]) -> tuple[list[MatrixLeaf], Unite]:
 
 
 def pieces_of(view: MatrixView) -> list[Piece]:
-    """The pieces of a whole leaf."""
+    """Returns the pieces of a whole leaf."""
     return _Slicing.of(view).pieces
 
 
 def along_outputs(
     view: MatrixView, of_piece: Callable[[MatrixView], float]
 ) -> np.ndarray:
-    """A number for each piece, spread along the outputs to multiply the leaf."""
+    """Returns a number per piece, spread along the outputs to multiply the leaf."""
     numbers = [of_piece(piece.view) for piece in pieces_of(view)]
-    # Heads of one size have one number, and a scalar is no pass over memory.
+    # If all pieces have one number, it is one entry, and takes no pass over memory.
     if len(set(numbers)) == 1:
         return np.full((1,) * len(view.shape), numbers[0])
     assert view.division is not None
@@ -115,8 +115,8 @@ class _Slicing:
         for axis in reversed(plain[first:stop]):
             outputs.insert(0, axis._replace(inner=inner))
             inner *= axis.size
-        # All parts begin and end at a multiple of their greatest common divisor, so one
-        # axis of such units is sliced, whatever the sizes of the parts.
+        # All parts begin and end at a multiple of their greatest common divisor, the
+        # unit: slices of an axis of units are parts of any sizes.
         sizes = [size for size, _ in parts]
         group, unit = sum(sizes), math.gcd(*sizes)
         outputs = _factored(outputs, {group, unit})
@@ -124,8 +124,7 @@ class _Slicing:
         rest = [a for a in outputs if a.inner < unit]
 
         def units(count: int) -> list[_Axis]:
-            # A mesh does not cut a leaf that is sliced: a block of it would have a part
-            # of each slice, or none.
+            # A mesh does not cut a sliced axis: a block would not have whole slices.
             return [_Axis(count, None, unit)] if len(parts) > 1 else []
 
         pieces, stop = [], 0
@@ -172,7 +171,7 @@ class _Slicing:
         ]
 
     def unite(self, arrays: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """The leaf, or block, of this shape, from the next of its pieces."""
+        """Returns a leaf, or block, of this shape, from the next pieces of `arrays`."""
         if len(self.pieces) == 1:
             return jax.lax.reshape(next(arrays), shape)
         local = self._local(shape)
@@ -194,17 +193,17 @@ class _Slicing:
 
 
 def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
-    """The same axes, split such that each of the strides is that of one of them."""
+    """Splits axes so that each of the strides is the stride of one of them."""
     factors = []
     for axis in axes:
         stop = axis.size * axis.inner
         inside = sorted(n for n in strides if axis.inner < n < stop)
         bounds = [axis.inner, *inside, stop]
-        # An axis is cut where the stride divides what it goes by: (3, 64) of outputs at
-        # 64 and at 192, but not at 96.
+        # Each stride has to divide the next: axes (3, 64) have strides of 64 and 192,
+        # but not of 96.
         if any(high % low for low, high in itertools.pairwise(bounds)):
-            # A step along one axis goes through a part or a head: as one axis all of
-            # them can be cut anywhere.
+            # A part or a head ends inside a step along an axis. All axes become one,
+            # which can be cut anywhere.
             size = math.prod(a.size for a in axes)
             major = next((a.leaf_axis for a in axes if a.size > 1), None)
             return _factored([_Axis(size, major, axes[-1].inner)], strides)

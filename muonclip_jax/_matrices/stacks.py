@@ -16,13 +16,13 @@ from .._options import check_whole_number
 from .axes import Axes, MatrixAxes, parts_of
 
 
-#: The most separate leaves in a stack: compilers take time that grows with the square
-#: of the number of arrays in one concatenation.
+#: The most separate leaves in a stack: the time to compile a concatenation grows with
+#: the square of the number of its arrays.
 MOST_LEAVES = 256
 
 
 class Division(NamedTuple):
-    """How the outputs are matrices side by side: groups of the same parts.
+    """Outputs that are several matrices: groups of the same parts.
 
     Each part has a size and a `head_dim`: it is one matrix for each head of each group;
     if that is `None`, it is one matrix of all groups.
@@ -160,7 +160,7 @@ class MatrixLeaf:
     A pytree of the array alone: all else is known when a program is traced.
     """
 
-    array: Any  # a `jax.Array`; in a plan what has its dtype will do
+    array: Any  # a `jax.Array`, or for a plan anything with its dtype
     view: MatrixView = dataclasses.field(metadata={"static": True})
     spec: PartitionSpec = dataclasses.field(
         default=PartitionSpec(), metadata={"static": True}
@@ -193,11 +193,11 @@ class Stack:
         return sum(self.counts)
 
     def gather(self, dtype: jnp.dtype) -> list[jax.Array]:
-        """The matrices of each leaf, `(count, *shape)`."""
+        """Returns the matrices of each leaf, `(count, *shape)`."""
         return [x.view.to_matrices(x.array).astype(dtype) for _, x in self.parts]
 
     def scatter(self, stack: jax.Array, results: list[Any]) -> None:
-        """Puts the leaves into `results`."""
+        """Puts the leaves of a stack into `results`."""
         pieces = unstack(stack, self.counts)
         for (i, x), matrices in zip(self.parts, pieces, strict=True):
             results[i] = x.view.from_matrices(matrices)
@@ -242,7 +242,7 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
         return [stack] * len(counts)
 
     def at_once(stack: jax.Array) -> Sequence[jax.Array]:
-        # Offsets that are known let the compiler fuse and shard the parts.
+        # Known offsets let the compiler fuse and shard the parts.
         return jax.lax.split(stack, counts)
 
     def at_run_time(stack: jax.Array) -> Sequence[jax.Array]:
@@ -274,7 +274,7 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
 
 
 def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
-    """0, but known only when all arrays are there: an ordering token."""
+    """Returns a 0 that is known only once all arrays are: an ordering token."""
     # Data, since XLA drops optimization barriers before it puts operations in order.
     # `isnan` is 0 or 1, and its minimum with 0 is 0, which XLA does not see through.
     numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]

@@ -58,7 +58,7 @@ def orthogonalize_by_constraint(
     mesh: Mesh | AbstractMesh,
     slow: AxisNames = (),
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
+    """Orthogonalizes leaves that the automatic axes of `mesh` shard in unknown ways."""
     pieces, unite = divide([x.with_array(keep_sharding(x.array)) for x in leaves])
     # Along slow axes XLA is asked for copies.
     sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in slow}
@@ -200,11 +200,11 @@ def assign_slots(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slot
 
 
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
-    # Of consecutive devices the busiest counts, which is done last.
+    # The busiest of some consecutive devices is done last.
     used = max(1, math.ceil(count / slots))
     busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
     start = int(np.argmin(busiest))
     counts = np.zeros(len(loads), np.int32)
     counts[start : start + used] = slots
-    counts[start + used - 1] = count - (used - 1) * slots  # the last has what is left
+    counts[start + used - 1] = count - (used - 1) * slots  # the last has the remainder
     return Slots(start * slots, counts, slots)

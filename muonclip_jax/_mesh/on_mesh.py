@@ -55,7 +55,7 @@ def orthogonalize_on_mesh(
     mesh: Mesh | AbstractMesh,
     slow: AxisNames = (),
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that their specs shard on `mesh`, and leaves them so."""
+    """Orthogonalizes leaves that are sharded on `mesh`, and stay sharded so."""
     aligned = []
     for leaf in leaves:
         # Most leaves stay as they are. A fused kernel whose blocks show no piece is
@@ -92,7 +92,7 @@ def orthogonalize_on_mesh(
 
 
 def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
-    """The spec without the axes of the mesh that cut through pieces.
+    """Returns the spec without the axes of the mesh that cut through pieces.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
     the outputs have to be gathered; blocks of whole groups or heads have pieces of
@@ -109,7 +109,7 @@ def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
 
 
 def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """The array as `spec` shards it."""
+    """Returns the array, sharded as `spec` says."""
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     if not explicit:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -194,7 +194,7 @@ def plan_exchanges(
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[Exchange]:
-    """Which matrices are sent together, and who iterates them; alike on all devices."""
+    """Plans which matrices are sent together, and who iterates them, on all devices."""
     stacks: dict[Any, list[OwnedStack]] = {}
     for owned in _owned_stacks(solver, leaves, mesh, slow):
         cut = owned.cut
@@ -264,7 +264,7 @@ def wait_for_all(
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:
-    """The same array, but whole only when the zero is known."""
+    """Returns the array, which is whole only when the zero is known."""
     # One entry waits for it, in place: a sum with all of them would be a copy.
     corner = (0,) * x.ndim
     entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The axes along which devices share out the matrices."""
+        """The axes along which devices divide the matrices."""
         return self.replicated + self.sharded
 
 
@@ -62,7 +62,7 @@ class OwnedStack(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """The slots that an exchange of its own sends, over the matrices."""
+        """The slots that its own exchange would send, over the matrices."""
         return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
 
     @property
@@ -77,7 +77,7 @@ def cut_of(
     mesh: Mapping[Any, int],
     slow: Collection[Any] = (),
 ) -> Cut:
-    """`mesh` maps names of axes to sizes; copies along `slow` ones share no work."""
+    """Returns the cut; `mesh` has sizes by name, and `slow` axes share no work."""
     entries = [*spec, *[None] * (len(view.shape) - len(spec))]
     # Axes of one device cut nothing. Without them leaves that are cut alike have equal
     # cuts, and share a stack.
@@ -87,7 +87,7 @@ def cut_of(
         merged: list[tuple[int, tuple[str, ...]]] = []
         for axis in axes:
             size, cut = view.shape[axis], names[axis]
-            # Whole axes that follow a cut one are one axis with it.
+            # A cut axis and whole ones after it become one axis.
             if merged and not cut:
                 size, cut = merged[-1][0] * size, merged.pop()[1]
             merged.append((size, cut))
@@ -110,13 +110,13 @@ def cut_of(
 def local_view(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> MatrixView:
-    """The view of what one device holds of the leaf."""
+    """Returns the view of the block that one device holds of the leaf."""
     shape = (size // n for size, n in blocks_along(view.shape, spec, mesh))
     return dataclasses.replace(view, shape=tuple(shape))
 
 
 def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
-    """Numbers of the devices in the mesh, as `(groups, members)`."""
+    """Returns the numbers of devices in the mesh, as `(groups, members)`."""
     names = [name for name, size in mesh.items() if size > 1]
     # As `axis_index` over all axes numbers them: the first axis is the major one.
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
@@ -131,7 +131,7 @@ def exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def joined(blocks: jax.Array, owned: OwnedStack, mesh: Mapping[Any, int]) -> jax.Array:
-    """Blocks from all devices `(devices, count, *block)` as `(count, *matrix)`."""
+    """Joins blocks from devices, `(devices, count, *block)`, to `(count, *matrix)`."""
     shape, order = _factors(blocks.shape[1], owned.cut, mesh)
     ordered = [n for _, n in sorted(zip(order, shape, strict=True))]
     return blocks.reshape(ordered).transpose(order).reshape(-1, *owned.cut.shape)
@@ -149,7 +149,7 @@ def parted(
 def _factors(
     count: int, cut: Cut, mesh: Mapping[Any, int]
 ) -> tuple[list[int], list[int]]:
-    """The axes of `(count, *matrix)` as factors, and the place of each in blocks.
+    """Returns the axes of `(count, *matrix)` as factors, and their places in blocks.
 
     A factor is split into its devices times a block. In blocks devices come first, in
     the order of the mesh, and then the matrices.
@@ -164,9 +164,9 @@ def _factors(
 
 
 class Work(NamedTuple):
-    """The matrices of a stack, as they are shared out.
+    """The matrices of a stack, which are to get owners.
 
-    - `matrices`: how many a group of devices shares out.
+    - `matrices`: how many each group of devices has to iterate.
     - `cost`: of each.
     - `entries`: of each.
     - `groups`: numbers of devices `(groups, members)`; every group does alike.
@@ -217,5 +217,5 @@ def assign_owners(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
 
 
 def by_cost(costs: Sequence[float]) -> list[int]:
-    """Indices, the most expensive first."""
+    """Returns indices, the most expensive first."""
     return sorted(range(len(costs)), key=lambda i: -costs[i])

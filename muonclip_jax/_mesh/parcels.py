@@ -5,7 +5,7 @@ stack, a device that owns few matrices of one would be sent padding. Here all th
 owner gets of some stacks is one parcel, and parcels are as even as the work is:
 
     blocks -> units -> parcels, one for each owner -> all_to_all -> the owner's parcel,
-    where every matrix gives way to what it becomes, and the same backwards
+    where every matrix is iterated in place, and the same backwards
 """
 
 import math
@@ -24,8 +24,8 @@ from .owners import exchanged, joined, OwnedStack, parted
 #: A tile of a TPU's memory. Blocks of whole tiles are moved without a copy.
 TILE = (8, 128)
 
-#: The most units of blocks that no tile divides, unless they are padded to whole tiles:
-#: each takes a number in the program.
+#: Blocks that no tile divides are padded to whole tiles if they have more units than
+#: this, since each unit takes a number in the program.
 MOST_UNITS = 2**12
 
 
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
 
 
 class Parcels:
-    """One exchange of several stacks whose matrices the same devices share out.
+    """One exchange of several stacks whose matrices the same devices divide.
 
     Arrays of a parcel are `(devices, units, *unit)`: its owner has as many units from
     each device that has blocks of them.
@@ -107,7 +107,7 @@ class Parcels:
         return self.sent * math.prod(self.unit)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
-        """The parcel of this device, from its blocks `(count, *block)`."""
+        """Sends blocks `(count, *block)`, and returns the parcel of this device."""
         units = [self._divided(x) for blocks in leaves for x in blocks]
         x = jnp.concatenate([x.reshape(-1, *self.unit) for x in units])
         copies = math.prod(self.mesh[a] for a in self.replicated)
@@ -120,7 +120,7 @@ class Parcels:
         return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * len(self.unit)])
 
     def iterate(self, parcel: jax.Array) -> jax.Array:
-        """Every matrix of a parcel gives way to what it becomes."""
+        """Orthogonalizes every matrix of a parcel in place."""
         members = self.replicated + self.sharded
         for contents in self.contents:
             size = contents.step * contents.units
@@ -142,7 +142,7 @@ class Parcels:
         return parcel
 
     def depart(self, parcel: jax.Array) -> list[jax.Array]:
-        """The inverse of `arrive`: of each stack `(count, *block)`."""
+        """The inverse of `arrive`: returns `(count, *block)` of each stack."""
         x = exchanged(parcel[:, : self.sent], self.sharded)
         x = x.reshape(-1, *self.unit)
         if self.replicated:
@@ -197,7 +197,7 @@ class Parcels:
 
 
 def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:
-    """The unit of all blocks: a block, some tiles, or some entries."""
+    """Returns the unit of all blocks: a block, some tiles, or some entries."""
     if len({*blocks}) == 1:
         return blocks[0]
     sizes = [*map(math.prod, blocks)]
@@ -214,7 +214,7 @@ def _is_tiled(block: tuple[int, int]) -> bool:
 
 
 def _here(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
-    """This device's number, a Python number if all devices have the same."""
+    """Returns this device's number, a Python number if all devices have the same."""
     if (numbers == numbers[0]).all():
         return int(numbers[0])
     return jnp.asarray(numbers)[jax.lax.axis_index(members)]

@@ -48,7 +48,7 @@ class StackExchange:
         return self.slots * math.prod(self.stacks[0].block)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
-        """The matrices of this device, `(slots, *matrix)`, from its blocks."""
+        """Sends blocks, and returns this device's matrices, `(slots, *matrix)`."""
         (blocks,), (owned,) = leaves, self.stacks
         x = self._to_slots(jnp.concatenate(blocks))
         if self.replicated:
@@ -70,7 +70,7 @@ class StackExchange:
             return self.solver.orthogonalize_all(matrices, count)
 
     def depart(self, matrices: jax.Array) -> list[jax.Array]:
-        """The inverse of `arrive`: `(count, *block)`."""
+        """The inverse of `arrive`: returns `(count, *block)`."""
         (owned,) = self.stacks
         x = exchanged(parted(matrices, owned, self.mesh), self.sharded)
         x = x.reshape(-1, *owned.block)
@@ -84,7 +84,7 @@ class StackExchange:
             return x
         starts = np.cumsum(self.counts) - self.counts
         if len(self.counts) > MOST_RUNS:
-            # Beyond the last matrix, the last one fills the slots.
+            # Slots beyond the last matrix get the last one.
             sources = starts[:, None] + np.arange(self.slots)
             return jnp.take(x, np.minimum(sources, len(x) - 1).reshape(-1), axis=0)
         x = jnp.pad(x, [(0, self.slots), (0, 0), (0, 0)])

@@ -61,7 +61,7 @@ class Scales(NamedTuple):
 
 
 def number_of_directions(view: MatrixView) -> int:
-    """The number for which scales and directions stay within `OVERHEAD`."""
+    """Returns the number for which scales and directions stay within `OVERHEAD`."""
     # A direction takes a byte for every row and column, so the scales of rows and
     # columns, in bfloat16, take as much as two directions.
     sides = view.fan_in + view.fan_out
@@ -87,7 +87,7 @@ def parts_of_scales(path: Path, view: MatrixView) -> Any:
 
 
 def decode(codes: jax.Array, scales: Scales, view: MatrixView) -> jax.Array:
-    """The momentum in float32."""
+    """Returns the momentum in float32."""
     rest = _decoded(codes) * _scale_of_entries(scales.rows, scales.columns)
     if scales.directions is None:
         return rest
@@ -102,10 +102,10 @@ def encode(
     if last.directions is not None:
         directions = _subspace_step(momentum, last.directions.right, view)
         rest = momentum - _low_rank(directions, view)
-    # The smaller of the scales of its row and its column bounds an entry: a large entry
-    # then costs the others of its row their precision only in its own column.
+    # The smaller of the scales of its row and its column bounds an entry: one that is
+    # large does not make the scales of the others in its row coarse.
     size = jnp.abs(rest)
-    # As `keep_nan` does for statistics.
+    # The maximum may lose a NaN, which the sum keeps (`keep_nan`).
     zero_or_nan = 0 * jnp.sum(size, view.output, keepdims=True)
     rows = _at_least(jnp.max(size, view.output, keepdims=True) + zero_or_nan)
     columns = _at_least(jnp.max(size, view.reduction, keepdims=True))
@@ -114,7 +114,7 @@ def encode(
 
 
 def _decoded(code: jax.Array) -> jax.Array:
-    """The share of its scale that a code stands for, in steps finer near zero."""
+    """Returns the share of its scale that a code stands for; steps are finer near 0."""
     # At a share s the step is (1 + s)^2 / 254. Most entries of momentum are a small
     # share of the largest in their row, where this is half of a uniform step.
     code = code.astype(jnp.float32)
@@ -131,7 +131,7 @@ def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def _at_least(x: jax.Array) -> jax.Array:
-    """Rounds up, so that no share of it exceeds 1."""
+    """Rounds a scale up, so that no share of it exceeds 1."""
     # Rounding to bfloat16 takes at most 2^-8 of a number, half of what is added.
     return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
 
@@ -141,7 +141,7 @@ def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _subspace_step(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
-    """One step of subspace iteration."""
+    """Takes a step of subspace iteration."""
     # Momentum changes little from step to step, so its last directions are close: one
     # product with M and one with its transpose follow them (Halko, Martinsson and
     # Tropp, arXiv:0909.4061, algorithm 4.4).
@@ -159,7 +159,7 @@ def _low_rank(directions: Directions, view: MatrixView) -> jax.Array:
 
 
 def _axes(view: MatrixView) -> tuple[str, str, str]:
-    """Letters for the axes of a leaf, of its left and its right directions.
+    """Returns letters for the axes of a leaf, of its left and its right directions.
 
     A "z" counts directions, and a "." is an axis of size 1.
     """
@@ -189,7 +189,7 @@ def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
 
 
 def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
-    """A small part along every direction, so that new ones are found."""
+    """Returns a small part along every direction, so that new ones are found."""
     # Cosines of different frequencies are nearly orthogonal to each other and to the
     # directions, and are the same on all devices and in every run.
     along = [jax.lax.broadcasted_iota(jnp.float32, like.shape, i) for i in view.output]
@@ -199,7 +199,7 @@ def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
 
 
 def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
-    """Orthonormal columns of the same span, as far as float32 resolves it."""
+    """Returns orthonormal columns of the same span, as far as float32 resolves it."""
     _, p, _ = _axes(view)
     largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
     y, other = _divided(image, largest), p.replace("z", "y")

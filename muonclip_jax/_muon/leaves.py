@@ -31,7 +31,7 @@ def read_leaves(
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> Layout:
-    """The layout of a tree, with the matrices of its leaves."""
+    """Returns the layout of a tree, with the matrices of its leaves."""
     layout = read_layout(tree, shardings, axis_name)
     verdicts = knowledge.verdicts(layout.whole)
     views = views_of(verdicts, layout.whole)

@@ -131,7 +131,7 @@ class Momentum(NamedTuple):
     def update(
         self, state: ScaleByMuonState, layout: Layout, gradients: Sequence[PlacedLeaf]
     ) -> tuple[list[PlacedLeaf], ScaleByMuonState]:
-        """The momentum to orthogonalize, where there is a view, and the state."""
+        """Returns leaves with the momentum to orthogonalize, and the state."""
         beta: Any = self.beta(state.count) if callable(self.beta) else self.beta
         if not isinstance(self.beta, float | int):
             # With a schedule's NaN, or a beta above 1, the sum would be lost, or grow.
@@ -180,7 +180,7 @@ def _accumulate(
     unit: float | None = None,
     unit_ratio: ArrayLike = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The momentum to keep and the one to orthogonalize, both over `unit`.
+    """Returns the momentum to keep and the one to orthogonalize, both over `unit`.
 
     `unit_ratio` is the unit of the given momentum over `unit`.
     """
@@ -231,7 +231,7 @@ def _accumulate_in_8_bits(
     nesterov: bool,
     view: MatrixView,
 ) -> tuple[jax.Array, eight_bits.Scales, jax.Array]:
-    """Codes and scales to keep, and the momentum to orthogonalize."""
+    """Returns codes and scales to keep, and the momentum to orthogonalize."""
 
     # On automatic axes, since XLA can shard all of this as the leaf is: maxima along
     # rows and columns, and products with some vectors.

@@ -131,7 +131,7 @@ def normalize_neurons(
 def neuron_normalization(
     layout: Layout, b2: float | jax.Array, eps: float | jax.Array = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
-    """`normalize_neurons` for leaves; those without a view pass through."""
+    """Normalizes the leaves that have a view; others pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         parts = {
@@ -161,7 +161,7 @@ def neuron_normalization(
 
 
 def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
-    """The state of a leaf, by name: the sizes in which it differs from the leaf."""
+    """Returns a leaf's state by name: the sizes that differ from the leaf's."""
     path, view = paths.show(leaf.path), leaf.view
     if view is None or not math.prod(view.shape):
         return {}
@@ -189,11 +189,11 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
 def _normalize_leaf(
     leaf: MatrixLeaf, state: list[jax.Array], b2: Any, eps: Any
 ) -> list[jax.Array]:
-    """The update of a leaf, normalized, and its state."""
+    """Returns the update of a leaf, normalized, and its state."""
     view = leaf.view
     if view.division is None:
         return [*_normalize(leaf, state[0], b2, eps)]
-    # Parts are cut out of whole outputs.
+    # Pieces are cut out of whole outputs.
     others = but_along(view.output, leaf.spec)
     of_outputs = but_along({*range(len(view.shape))} - {*view.output}, leaf.spec)
 
@@ -214,7 +214,7 @@ def _normalize_leaf(
 
 
 def _short_axes(view: MatrixView) -> tuple[int, ...]:
-    """The axes to take the mean over."""
+    """Returns the axes to take the mean over."""
     return view.reduction if view.fan_in <= view.fan_out else view.output
 
 
@@ -238,6 +238,6 @@ def _normalize(
     # |o'|^2 is the same of `mean / v`. The norms need no pass over the matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))
-    is_zero = before == 0  # and then has no derivative
+    is_zero = before == 0  # where a quotient has no derivative
     kept = jnp.where(is_zero, 1, before) / jnp.where(is_zero, 1, after)
     return (wide * jnp.sqrt(kept) * jax.lax.rsqrt(divisor)).astype(o.dtype), v

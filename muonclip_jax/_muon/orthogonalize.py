@@ -107,7 +107,7 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
 def _differentiable(
     route: Callable[..., list[jax.Array]], alone: Callable[..., list[jax.Array]]
 ) -> Callable[..., list[jax.Array]]:
-    """`route` with the derivative of what one device does, which XLA partitions."""
+    """Gives `route` the derivative of `alone`, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 
     # A forward rule serves both modes, since JAX transposes what is linear in the

@@ -185,7 +185,7 @@ def make_direction(
     mu_dtype: MomentumDType | None,
     slow_axes: Hashable | None,
 ) -> Direction:
-    """Muon's direction of the options that `scale_by_muon` and `muon` share.
+    """Makes Muon's direction from the options that `scale_by_muon` and `muon` share.
 
     **Raises:** `ValueError` for what cannot work, naming the argument.
     """
@@ -240,7 +240,7 @@ class Direction(NamedTuple):
     rms: float | jax.Array | None  # of the update, if that does not depend on shape
 
     def of(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        """The transformation of leaves; those without a view pass through."""
+        """Returns the transformation; leaves without a view pass through."""
         if self.rms is None:
             # The scale of a matrix and of its transpose differ.
             check_directed(layout)
@@ -265,7 +265,7 @@ class Direction(NamedTuple):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
     def _scale(self, leaf: PlacedLeaf) -> jax.Array:
-        """The array in the gradient's dtype, scaled if the leaf has a view."""
+        """Returns the array in the gradient's dtype, scaled if the leaf has a view."""
         direction, view = leaf.array, leaf.view
         if view is None:
             return direction

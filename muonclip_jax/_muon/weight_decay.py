@@ -63,7 +63,7 @@ def add_cautious_decayed_weights(
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
-    """Plain or cautious decay, whose schedule counts steps.
+    """Returns plain or cautious decay, whose schedule counts steps.
 
     `optax.add_decayed_weights` of Optax 0.2.6 calls no schedule.
     """
@@ -80,9 +80,9 @@ def decayed_weights(
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
         # An eager step does not wait for what a schedule computes on a device.
-        is_open = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
+        is_unknown = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
         # 0 times an infinite weight would be NaN; without leaves no params are needed.
-        if not (is_open or rate) or not jax.tree.leaves(updates):
+        if not (is_unknown or rate) or not jax.tree.leaves(updates):
             return updates, state
         if params is None:
             raise ValueError(
@@ -114,7 +114,7 @@ def decayed_weights(
 
 
 def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
-    """The rates; raises for what is neither a number nor a schedule of numbers.
+    """Returns the rates, checked to be numbers or schedules of numbers.
 
     `None` means the same as for Muon.
     """
@@ -128,7 +128,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
 
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
-    """A tree of bools, from a tree, a prefix of one, a function or NNX's state."""
+    """Returns a tree of bools, from a tree, a prefix, a function or NNX's state."""
     if paths.is_function(mask) and tree.paths:
         mask = mask(tree.rebuilt())
     if mask is None:

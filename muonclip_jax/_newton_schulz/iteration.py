@@ -92,7 +92,7 @@ def _divide_by_norm_jvp(by_rows, primals, tangents):
 def _with_norms(
     parts: Sequence[jax.Array], by_rows: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The stack of some parts, a factor for each of its matrices, and their norms."""
+    """Returns the stack of some parts, with a factor and the norm of each matrix."""
     if by_rows:
         sums = [*map(jnp.concatenate, zip(*map(_squares_of_rows, parts), strict=True))]
         return jnp.concatenate(parts), *_norms(_powers(sums[0].dtype), *sums)
@@ -117,7 +117,7 @@ Powers = tuple[jax.Array, jax.Array, float]
 
 
 def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Array]:
-    """Sums of squares of the numbers, of them enlarged and of them shrunk.
+    """Returns sums of squares of the numbers, of them enlarged and of them shrunk.
 
     The square of 1e-30 or of 1e30 leaves float32. The sum that stayed in range counts.
     """
@@ -131,7 +131,7 @@ def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Ar
 def _norms(
     powers: Powers, total: jax.Array, small: jax.Array, large: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`."""
+    """Returns powers of two, and the Frobenius norms times these, `(..., 1, 1)`."""
     shrink, enlarge, most = powers
     if total.shape[-2] > 1:
         total, small, large = (
@@ -144,9 +144,8 @@ def _norms(
 
 
 def _powers(dtype: jnp.dtype) -> Powers:
-    # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
-    # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
-    # are multiplied by 2^80: 2^-92.
+    # 5/8 of the exponents: 2^80 in float32. A sum between 2^-80 and 2^80 has lost
+    # nothing. Smaller numbers, down to 2^-126, times 2^80 have squares in range: 2^-92.
     most = 2.0 ** (5 * jnp.finfo(dtype).maxexp // 8)
     # A compiler that knew the factors might square them first.
     shrink, enlarge = jax.lax.optimization_barrier(
@@ -161,8 +160,8 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
     sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
-    # The inner `where` is for derivatives, in which the outer one multiplies by 0 what
-    # at a sum of 0 would be infinite.
+    # The inner `where` is for derivatives: in them the outer one multiplies by 0, and
+    # without the inner one infinity, where the sum is 0.
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 
@@ -195,7 +194,7 @@ def collected(schedule: Schedule, dtype: str) -> Passes:
 
 
 def cost(m: int, n: int, passes: Passes) -> float:
-    """Multiplications for a matrix of `(m, n)`, the short side first."""
+    """Returns the multiplications for a matrix of `(m, n)`, the short side first."""
     # A pass needs m^2 n for R, and again to apply the result. A step needs m^3 for R^2
     # if it has a c, and each but the first of a pass 3 m^3 for R Z, Z R Z and Q Z.
     squares = sum(c != 0 for steps in passes for _, _, c in steps)
@@ -219,7 +218,7 @@ class Products(NamedTuple):
         return jnp.matmul(x, y, precision=self.precision, preferred_element_type=wide)
 
     def gram(self, x: jax.Array) -> jax.Array:
-        """`X X^H`."""
+        """Returns `X X^H`."""
         h = x.mT.conj()
         if x.shape[-2] < 2 * self.block_rows:
             return round_to(self.matmul(x, h), self.dtype)
@@ -229,7 +228,7 @@ class Products(NamedTuple):
         return round_to(_mirrored(corner, below), self.dtype)
 
     def commuting(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """`P Q`, which is Hermitian where both are and commute; not rounded."""
+        """Returns `P Q` of Hermitian matrices that commute, not rounded."""
         if p.shape[-2] < 2 * self.block_rows:
             return self.matmul(p, q)
         top, bottom = _halves(p)
@@ -251,7 +250,7 @@ def iterate(x: jax.Array, passes: Passes, products: Products) -> jax.Array:
 # Compiled, so that passes which are equal are traced once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _after(steps: Schedule, products: Products, x: jax.Array) -> jax.Array:
-    """X after the steps of a pass."""
+    """Returns X after the steps of a pass."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = round_to(x, products.dtype)
     q, keep = _factor(products.gram(x.mT.conj() if is_tall else x), steps, products)
@@ -263,7 +262,7 @@ def _after(steps: Schedule, products: Products, x: jax.Array) -> jax.Array:
 def _factor(
     r: jax.Array, steps: Schedule, products: Products
 ) -> tuple[jax.Array, float | jax.Array]:
-    """The product of the steps' polynomials of R, as `Q + keep I`.
+    """Returns the product of the steps' polynomials of R, as `Q + keep I`.
 
     The mean of the diagonal is kept apart, in float32: Q rounds what is left, and the
     error of bfloat16 is half of what it would be with the whole diagonal in it.
@@ -308,7 +307,7 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mirrored(corner: jax.Array, below: jax.Array) -> jax.Array:
-    """A Hermitian matrix of its first block and the rows below that."""
+    """Returns a Hermitian matrix from its first block and the rows below that."""
     # A sum, since XLA for CPU compiles each concatenation by itself, and equal sums
     # once, with the arithmetic around them.
     half, rows = corner.shape[-1], below.shape[-2]

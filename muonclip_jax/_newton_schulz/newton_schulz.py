@@ -73,7 +73,7 @@ class NewtonSchulz:
             object.__setattr__(self, name, value)
 
     def orthogonalize(self, x: jax.Array) -> jax.Array:
-        """Every matrix of a stack `(..., m, n)`: [`newton_schulz`][]."""
+        """Orthogonalizes a stack `(..., m, n)`: [`newton_schulz`][]."""
         x = check_array("x", x)
         if x.ndim < 2 or not is_float(x.dtype):
             raise ValueError(
@@ -94,7 +94,7 @@ Orthogonalizer = Preset | Orthogonalizes | Callable[[jax.Array], jax.Array]
 
 
 def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
-    """The solver for what the user gave.
+    """Returns the solver for an orthogonalizer as the user gave it.
 
     **Raises:** `ValueError` for what is no orthogonalizer.
     """
@@ -122,8 +122,8 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     try:
         hash(function)
     except TypeError:
-        # A dataclass or a module that is called: programs are found again by their
-        # solver, which has a hash, and a partial is compared by identity.
+        # Such as a dataclass with `__call__`. `jit` finds programs by the solver, which
+        # needs a hash; a partial has one, by identity.
         function = functools.partial(function)
     return Solver(function)
 

@@ -83,7 +83,7 @@ GPU = Platform(
     sums_rows=True,
     turns_tall=False,
 )
-#: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
+#: The best of several by the compiler for v5p (`benchmarks/tpu_ahead_of_time.py`).
 #: Several matrices arrive as blocks of one device after those of another, and to put
 #: each together is a copy: two of 2,048 x 2,048 take 7 % longer than one by one, and
 #: two of 2,048 x 512, whose products are short, 20 % less.
@@ -104,7 +104,7 @@ PLATFORMS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Solver:
-    """Orthogonalizes by a function of the user's, from a stack to the same shape.
+    """Orthogonalizes stacks by a user's function, which keeps their shape.
 
     Methods on arrays take and return `(..., m, n)`.
     """
@@ -134,7 +134,7 @@ class Solver:
         return jax.lax.platform_dependent(self, *arguments, **branches)
 
     def of_stack(self, nth: int) -> "Solver":
-        """The solver of the `nth` stack of a shape in a program."""
+        """Returns the solver of the `nth` stack of a shape in a program."""
         # If stacks have no factors of their own, one program serves all of them.
         has_own_factors = self.platform.adds_in_products
         return dataclasses.replace(self, nth=nth) if has_own_factors else self
@@ -160,11 +160,11 @@ class Solver:
         return result.astype(stack.dtype)
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype in which matrices of `dtype` are sent between devices."""
+        """Returns the dtype in which matrices of `dtype` are sent between devices."""
         return np.promote_types(dtype, jnp.float32)
 
     def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` needs, up to a factor."""
+        """Returns the multiplications for a matrix of `shape`, up to a factor."""
         m, n = sorted(shape)
         return float(m * m * n)
 
@@ -193,7 +193,7 @@ class Solver:
     def batch_size(
         self, shape: Sequence[int], count: int, in_blocks: bool = False
     ) -> int:
-        """The number of matrices, of `count`, that are iterated at once."""
+        """Returns how many of `count` matrices of a shape are iterated at once."""
         most = self.platform.batch_entries
         if in_blocks:
             most = min(most, self.platform.block_entries)
@@ -218,7 +218,7 @@ class Polynomials(Solver):
 
     @functools.partial(jax.jit, static_argnums=0)
     def prepare(self, *parts: jax.Array) -> jax.Array:
-        """Singular values in [0, 1], in the dtype of the iteration."""
+        """Brings singular values into [0, 1], in the dtype of the iteration."""
         dtype = self.iteration_dtype(parts[0].dtype)
         x = precondition(parts, self.preconditioning, self.platform.sums_rows)
         if self._adds(x.shape, dtype):
@@ -253,7 +253,7 @@ class Polynomials(Solver):
         return cost(m, n, self._passes(shape, self.iteration_dtype(dtype))[0])
 
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype to iterate matrices of `dtype` in."""
+        """Returns the dtype to iterate matrices of `dtype` in."""
         if jnp.issubdtype(dtype, jnp.complexfloating):
             return np.promote_types(self.dtype or dtype, jnp.complex64)
         if self.dtype is not None or dtype == jnp.float64:
@@ -268,7 +268,7 @@ class Polynomials(Solver):
         )
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
-        """How steps are collected, and whether that is the Gram form."""
+        """Returns the passes, and whether they are the Gram form."""
         m, n = sorted(shape)
         # On an accelerator exact products of float32, which the Gram form needs, are
         # several times as slow as those of the standard form.

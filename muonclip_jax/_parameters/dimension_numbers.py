@@ -125,7 +125,7 @@ def resolve_verdicts(
     is_named_per_head: bool = False,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
-    """The verdict on each leaf, whichever way its numbers were given.
+    """Returns the verdict on each leaf, whichever way its numbers were given.
 
     `read` finds the verdicts on leaves that no pattern matches. Leaves that are
     `described` otherwise may be left open.
@@ -173,7 +173,7 @@ def _given(numbers: Any) -> Verdict:
 
 
 def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of a trace, with those by names where it does not show a use.
+    """Returns a trace's verdicts, with those by names where it does not show a use.
 
     Names are asked once, about the whole tree, so that all who use a reading say the
     same of a leaf, and a mask changes nothing. A leaf that names leave open, too, is a

@@ -13,7 +13,7 @@ from . import paths
 
 
 def check_params(call: str, params: Any) -> None:
-    """Raises for a reading or a state where params are needed; `call` is as it is."""
+    """Raises for a reading or a state in place of params, naming the right `call`."""
     if is_reading(params):
         got = "a reading (its table is print(reading), and it is given as model=)"
     elif any(map(_is_state, jax.tree.leaves(params, is_leaf=_is_state))):

@@ -22,7 +22,7 @@ from .paths import is_masked, LeafAt, Path, Shape
 def find_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, LayerStack]:
-    """The stack of each leaf: given, or shared by all leaves of a module."""
+    """Returns the stack of each leaf: given, or shared by all leaves of a module."""
     stacks = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
     hiding: set[Path] = set()  # modules of which a mask hides a part
@@ -39,7 +39,7 @@ def find_stacks(
             first, *others = [*_shared(members[module]), {}]
             if first and module in hiding:
                 # Hidden leaves may not share it: then it is at another place, or
-                # there are stacks in what the module holds.
+                # modules inside this one have stacks.
                 inner = (x for x in outermost[i + 1 :] if x[: len(module)] == module)
                 inner = (members[x] for x in inner if len(members[x]) > 1)
                 others += [each for shapes in inner for each in _shared(shapes)]
@@ -50,7 +50,7 @@ def find_stacks(
 
 
 def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, LayerStack]]:
-    """The stacks that all leaves under a module share, the likeliest first."""
+    """Returns the stacks that all leaves under a module share, the likeliest first."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
     # Libraries put layers first, after the first axis, or last.
@@ -88,8 +88,8 @@ class FlaxLeaf(NamedTuple):
     tree_path: Path  # in the tree
     path: Path  # in Flax's words
     shape: Shape
-    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
-    bias: Shape | None  # alongside it; of no axes where a mask hides it
+    axes: tuple[int, ...]  # the leaf's, from the end, of each axis of the shape
+    bias: Shape | None  # next to it; `()` if a mask hides it
     kind: str  # by its name
     is_turned: bool  # the leaf has its outputs first
     is_hidden: bool  # by a mask
@@ -141,7 +141,7 @@ class FlaxLeaf(NamedTuple):
         return self.shape[0 if self.is_turned else -2]
 
     def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
-        """Dimension numbers of the leaf, from axes of the shape."""
+        """Returns dimension numbers of the leaf, from axes of the shape."""
         sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
@@ -149,7 +149,7 @@ class FlaxLeaf(NamedTuple):
 def leaves_of(
     leaf_at: LeafAt, stacks: Mapping[Path, LayerStack]
 ) -> dict[Path, FlaxLeaf]:
-    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    """Returns one layer of each leaf in Flax's words, turned if outputs come first."""
     shapes, axes_of = {}, {}
     for tree_path, (start, depth, _) in stacks.items():
         shape = () if is_masked(leaf_at[tree_path]) else tuple(leaf_at[tree_path].shape)
@@ -198,12 +198,12 @@ def leaves_of(
 
 
 def _apart(name: str) -> list[str]:
-    """The modules and the leaf in one name. e3nn writes `w[0,1] 32x0e,8x1o`."""
+    """Splits a name into modules and a leaf. e3nn writes `w[0,1] 32x0e,8x1o`."""
     return re.sub(r"^(w|weight|kernel)\[.*", r"\1", name).split(".")
 
 
 def _in_flax(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
-    """The path of every leaf in Flax's words."""
+    """Returns the path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
     for tree_path, shape in shapes.items():
         # penzai writes `query.weights`, a checkpoint of PyTorch the whole path, SAM in
@@ -233,8 +233,7 @@ def _in_flax(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
         for depth in range(max(len(path) - 2, 0), len(path)):
             module, rest = path[:depth], path[depth + 1 :]
             role = names.projection(path[depth])
-            # One module alone may have this role, and a bare array counts only next to
-            # an output.
+            # Only one module may have the role, and a bare array needs a module `out`.
             is_one = role and count[module, role] == 1
             has_others = count[module, "query"] and count[module, "key"]
             if is_one and has_others and (rest or count[module, "out"]):

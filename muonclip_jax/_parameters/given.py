@@ -16,7 +16,7 @@ AUTOMATIC = "auto"
 
 
 def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:
-    """Raises for one number in place of a tree: what a function became.
+    """Raises for one number in place of a tree, which a function became.
 
     `optax.inject_hyperparams` calls it with the step, which has no leaves to speak of.
     """
@@ -50,7 +50,7 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
 def by_pattern(
     patterns: Mapping[str, Any], tree_paths: Sequence[Path]
 ) -> dict[Path, Any]:
-    """The entry of each path that a pattern matches, of the longest if several do.
+    """Returns the entry of each path that patterns match, of the longest of them.
 
     A pattern matches a path or the beginning of one, a module; `*` stands for slashes
     too. A name as it is written matches itself, brackets and all.
@@ -69,9 +69,9 @@ def by_pattern(
     entry_of: dict[Path, Any] = {}
     unused = dict.fromkeys(patterns)
     for path in tree_paths:
-        # The whole path and every module around it: a pattern of a module is of all of
-        # its leaves. `fnmatch` reads brackets as sets of letters, and names of modules
-        # have some, as `layers[0]`: hence equality first.
+        # The whole path and every module around it: a pattern of a module is one of all
+        # its leaves. Names are compared first, since `fnmatch` reads the brackets of
+        # `layers[0]` as a set of letters.
         starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
         hits = [
             pattern
@@ -126,7 +126,7 @@ def broadcast(
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
         leaf_entries.append(entries[starts[-1]] if starts else None)
-        # A mask may hide a module as one, and its entries are then below.
+        # A mask may hide a module as a whole, and entries are below it.
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
         raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")

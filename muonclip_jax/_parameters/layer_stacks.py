@@ -29,7 +29,7 @@ class LayerStack(NamedTuple):
 
 
 def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
-    """A stack that begins at an axis or, from the end, ends there, if it can."""
+    """Returns the stack that begins at an axis, or ends there if that is negative."""
     start = axis if axis >= 0 else axis + rank + 1 - depth
     return LayerStack(start, depth) if 0 <= start <= rank - depth else None
 
@@ -37,7 +37,7 @@ def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
 def given_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, LayerStack]:
-    """The stacks of leaves whose modules `stack_axes` names, or whose axes have names.
+    """Returns stacks of leaves whose modules `stack_axes` or whose axes name them.
 
     **Raises:** `ValueError` for modules that the params lack, and for leaves that lack
     the axis.

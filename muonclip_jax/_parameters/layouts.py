@@ -35,7 +35,7 @@ LAYOUTS += tuple({role: f"L{x}" for role, x in each.items()} for each in _FLAT)
 
 
 class LayerAxes(NamedTuple):
-    """Axes of inputs and of outputs, of those of one layer."""
+    """The axes of inputs and of outputs in one layer."""
 
     inputs: Sequence[int]
     outputs: Sequence[int]
@@ -50,7 +50,7 @@ _LAYOUT_ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
-    """The role of every kernel that a layout may name, and the letters that fit it.
+    """Returns the role of every kernel that a layout may name, and fitting letters.
 
     Several if layouts fit that take the kernel apart differently.
     """
@@ -73,11 +73,11 @@ def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
 
 
 def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
-    """Checks that one letter is one size, whichever kernels have it."""
+    """Checks that one letter is one size in all kernels."""
     if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
         return False
-    # Features as many as heads hold would be a coincidence in a stack; and in Flax a
-    # query without a value has heads, fewer than features.
+    # If features equal heads times head_dim, the first axis is no stack; and in Flax a
+    # query without a value has fewer heads than features.
     features, *heads = (members.get("query") or next(iter(members.values()))).shape
     has_heads = features == math.prod(heads)
     has_heads |= "value" not in members and features >= max(heads[:1], default=0)
@@ -101,7 +101,7 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
 
 
 def sides_of(letters: str) -> LayerAxes:
-    """Input and output axes of a kernel in a layout, from the end."""
+    """Returns input and output axes of a kernel in a layout, from the end."""
     axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
     inputs = tuple(i for i, x in axes if x.islower())
     return LayerAxes(inputs, tuple(i for i, x in axes if x.isupper()))

@@ -26,7 +26,7 @@ _HEADS = 16  # of attention, or streams, experts, tokens: far fewer than feature
 
 
 class LeafRule(NamedTuple):
-    """A kind of leaf, when it holds, and what is said of it.
+    """A kind of leaf: its condition and its label.
 
     The condition of a matrix returns its sides. With "asked" in place of a label, an
     error asks the user.
@@ -44,7 +44,7 @@ class LeafRule(NamedTuple):
         if self.label == "asked":
             return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
         numbers = leaf.numbers(*sides) if isinstance(sides, LayerAxes) else None
-        # Biases show which way round weights are, those of others, too.
+        # Biases show the direction of weights, also of other layers' weights.
         is_open = leaf.hides and (leaf.tree_path[-1:] == ("weight",) or leaf.bias == ())
         if numbers and leaf.rank == 2 and is_open:
             numbers = UnknownDirection(*numbers)
@@ -107,7 +107,7 @@ def by_layout(x: FlaxLeaf) -> LayerAxes | None:
 
 
 def as_expert(x: FlaxLeaf) -> LayerAxes | None:
-    """The sides of a kernel of as many experts as its router has outputs.
+    """Returns the sides of a kernel of as many experts as its router has outputs.
 
     HuggingFace has outputs first in some models: what is called down gives features,
     and what is called up or gate takes them.
@@ -147,7 +147,7 @@ RULES = (
     # Gains of a layer, a token: one row has no singular values to make even.
     LeafRule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
     LeafRule("bias", lambda x: x.kind == "bias"),
-    # A shift of the same shape makes a gain of a kernel, whatever its name.
+    # A kernel with a shift of the same shape is a gain, whatever its name.
     LeafRule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
     LeafRule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
     # A table of one row is added and not looked up.
@@ -205,7 +205,7 @@ OF_MORE_AXES = (
 
 
 def _guess(x: FlaxLeaf) -> Any:
-    """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
+    """Returns axes for the user to check: of heads, a window, or a stack of kernels."""
     if x.rank == 3 and x.module in WITH_HEADS:
         return x.numbers((-3,), (-2, -1))
     is_window = x.is_turned and x.rank > 2 and max(x.window) <= _PATCH
@@ -266,7 +266,7 @@ class ByNames:
         return len(leaf.letters) == 1 and {*"NK"}.isdisjoint(leaf.letters[0])
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
-        """Returns the verdict on every leaf, by its own path."""
+        """Returns the verdict on every leaf, by its path in the tree."""
         verdicts = {x.tree_path: self._first(x, per_head) for x in self.leaves.values()}
         if not self.is_of_matrices:
             verdicts |= outputs_of(self.leaves, verdicts, self.stacks)
@@ -279,7 +279,7 @@ class ByNames:
         return verdicts
 
     def _first(self, leaf: FlaxLeaf, per_head: bool) -> Verdict:
-        """The verdict of the first rule that holds."""
+        """Returns the verdict of the first rule that holds."""
         array = self.leaf_at[leaf.tree_path]
         if is_masked(array):
             return Verdict("vector", None, "hidden", "hidden")
@@ -297,7 +297,7 @@ class ByNames:
 
 
 def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
-    """The shape of a router, by its path and those of the experts next to it."""
+    """Returns a router's shape, by its path and those of the experts next to it."""
     last = {x.tree_path: [{*names.words(name)[-1:]} for name in x.path] for x in leaves}
     shapes: dict[Path, Shape] = {}
     for router in (x for x in leaves if x.rank == 2):

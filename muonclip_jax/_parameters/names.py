@@ -28,8 +28,8 @@ _ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "lo
 _ADDED |= _POSITIONS
 # A leaf called a projection is a layer, whatever it projects: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Constants of a model, which some keep among the params and what is multiplied entry
-# by entry though it is called a kernel.
+# Constants of a model among its params, and arrays that multiply entry by entry though
+# they are called a kernel.
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
@@ -68,7 +68,7 @@ _GLUED = re.compile(
 )
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
-#: Words of layers in a block, which others follow though a part of a model lacks them.
+#: Words of layers in a block, which others follow, even if the params lack those.
 IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "kv", "wkv", "qkv", "qk", "attn"}
 #: Names of layers that do not say what the layer is for.
 UNNAMED = re.compile(
@@ -96,7 +96,7 @@ EXPERT_AXES = {"exp"} | EXPERTS
 
 @functools.lru_cache(maxsize=4096)
 def words(name: str) -> tuple[str, ...]:
-    """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
+    """Splits a name: `LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
     spelled = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in spelled)
     apart = (x.groups() if isinstance(x, re.Match) else (x,) for x in parts)
@@ -104,7 +104,7 @@ def words(name: str) -> tuple[str, ...]:
 
 
 def without_layers(name: str) -> tuple[str, ...]:
-    """The words of a name without those at its end that are of any layer."""
+    """Returns the words of a name without those of any layer at its end."""
     remaining = words(name)
     while remaining and remaining[-1] in _LAYERS | {"fc", "layer"}:
         remaining = remaining[:-1]
@@ -122,7 +122,7 @@ def is_norm(path: Path) -> bool:
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """An item of a list has the name of the list."""
+    """Returns a leaf's name and its module's; an item of a list has the list's name."""
     *_, module, name = ("", "", *(x for x in path if not x.isdigit()))
     return name, module
 

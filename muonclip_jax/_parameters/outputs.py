@@ -69,7 +69,9 @@ def outputs_of(
     modules = {(), *(x.path[:-2] for x in tables)}
     eligible = alone.intersection(layers if len(layers) > 1 else kernels)
     if any(x.is_hidden for x in tables):
-        sizes |= {x.shape[-1] for x in eligible}  # of what is hidden it may be any
+        sizes |= {
+            x.shape[-1] for x in eligible
+        }  # the size of a hidden table may be any
     eligible = {x for x in eligible if x.shape[-1] in sizes and not has_head}
     writers = {x for x in eligible if x in last and x.path[:-2] in modules}
     writers = dict.fromkeys(writers or eligible & untaken, "as large as the vocabulary")
@@ -103,7 +105,7 @@ def outputs_of(
     lasts = {chain[-1] for chain in chains.values()}
     lasts, lone = {x for x in lasts if not _is_before(x, hidden)}, alone & followers
     asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in lone)}
-    # Next to a table the last of a module is as likely the last of a stem.
+    # In a model with a table the last of a module may as well end a stem.
     lone = {x for x in lone if not (has_writer or (tables and x.path[2:]))}
     asked |= {x for x in followers & {*last} if last[x] or x in lone}
     for x in asked - {*writers}:
@@ -116,7 +118,7 @@ def outputs_of(
 
 
 def _is_before(x: FlaxLeaf, others: Sequence[FlaxLeaf]) -> bool:
-    """Whether one of the others comes later in a numbered run, and takes it."""
+    """Whether another layer follows it in a numbered run, and takes its outputs."""
 
     def run(leaf: FlaxLeaf) -> tuple[Path, str]:
         return leaf.path[:-2], re.sub(r"\d", "", leaf.module)
@@ -126,7 +128,7 @@ def _is_before(x: FlaxLeaf, others: Sequence[FlaxLeaf]) -> bool:
 
 
 def _follows(x: FlaxLeaf, givers: Mapping[int, int]) -> bool:
-    """Whether it takes what another kernel gives, or the gates of a recurrent cell."""
+    """Whether it takes another kernel's outputs, or a recurrent cell's gates."""
     parts = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
     sizes = (n * x.features for n in parts)
     return any(givers[n] > (n == x.shape[-1]) for n in sizes)
@@ -161,7 +163,7 @@ def _is_part(x: FlaxLeaf, takers: Mapping[int, int]) -> bool:
 
 
 def _inputs(x: FlaxLeaf, verdict: Verdict) -> int | None:
-    """How many features a leaf takes; of a window its channels."""
+    """Returns how many features a leaf takes; of a window its channels."""
     if verdict.numbers is None:
         is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
         is_vector = bool(x.shape) and x.kind in ("norm", "embedding")
@@ -182,11 +184,11 @@ def _gives(x: FlaxLeaf, verdict: Verdict) -> bool:
 
 
 def _twin(leaf: FlaxLeaf) -> tuple[Path, tuple[int, ...]]:
-    """A key that a leaf shares with the same one of other numbered blocks."""
+    """Returns a key that a leaf shares with its twins in other numbered blocks."""
     modules = (re.sub(r"\d+$", "#", name) for name in leaf.path[:-2])
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
 def _in_order(leaf: FlaxLeaf) -> list[tuple[int, str]]:
-    """`Dense_10` after `Dense_9`, `linear` before `linear_1`."""
+    """Returns a key by which `Dense_10` is after `Dense_9`, `linear_1` after `linear`."""
     return [(int(re.sub(r"\D", "", name) or 0), name) for name in leaf.path]

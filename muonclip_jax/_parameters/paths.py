@@ -24,7 +24,7 @@ _Number = jax.tree_util.FlattenedIndexKey
 
 
 class LeafAt(dict[Path, Any]):
-    """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
+    """Leaves by path; `MaskedNode` for all below a module that a mask hides."""
 
     @functools.cached_property
     def hidden(self) -> set[Path]:
@@ -54,7 +54,7 @@ class PathedTree(NamedTuple):
     axis_names: Mapping[Path, tuple[str, ...]] = MappingProxyType({})
 
     def rows(self, *entries: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-        """The path of each leaf, the leaf, and its entries in lists like the leaves."""
+        """Returns each leaf's path, the leaf, and its entries in other lists."""
         return zip(self.paths, self.leaves, *entries, strict=True)
 
     def unflatten(self, entries: Iterable[Any]) -> Any:
@@ -103,7 +103,7 @@ def is_function(x: Any) -> bool:
 
 
 def params_of(params: Any) -> Any:
-    """The part of a module for an optimizer: the state of `nnx.Param`, or floats.
+    """Returns a module's part for an optimizer: the state of `nnx.Param`, or floats.
 
     NNX selects them by `wrt=nnx.Param`, Equinox by `eqx.is_inexact_array`. Equinox's
     modules may be anywhere in the tree. All else stays as it is.
@@ -241,7 +241,7 @@ def _is_box_of_flax(kind: type) -> bool | None:
 
 
 def _axis_names(box: Any) -> tuple[str, ...]:
-    """The names of the axes that a box gives its array, `()` if it has none.
+    """Returns the names that a box gives the axes of its array, `()` if none.
 
     Linen's `LogicallyPartitioned` has `names`, Haliax `axes` of a name and a size,
     penzai `named_axes`; NNX keeps `out_sharding`, once `sharding`, in its metadata.

@@ -18,7 +18,7 @@ _FEW = 3  # leaves that are alike and listed one by one
 def question(
     tree: PathedTree, verdicts: Mapping[Path, Verdict], asked: Collection[Path]
 ) -> str:
-    """Leads to the reading first, then to a mapping to paste."""
+    """Returns the message: it leads to a reading first, then to a mapping to paste."""
     message = [
         "cannot decide which axes of these leaves form matrices:",
         *_grouped(tree, {path: verdicts[path] for path in asked}),
@@ -53,7 +53,7 @@ def question(
 
 
 def _grouped(tree: PathedTree, verdicts: Mapping[Path, Verdict]) -> list[str]:
-    """A line for each leaf, or for many that differ in the number of their layer."""
+    """Returns a line per leaf, or for many that differ in the number of their layer."""
     shape = {path: str(getattr(leaf, "shape", "")) for path, leaf in tree.rows()}
     groups: dict[Any, list[Path]] = {}
     for path, x in verdicts.items():
@@ -75,7 +75,7 @@ def _grouped(tree: PathedTree, verdicts: Mapping[Path, Verdict]) -> list[str]:
 
 
 def write_patterns(guesses: Mapping[Path, Any], tree_paths: Iterable[Path]) -> str:
-    """Python code of a mapping that gives these leaves, and no other, their numbers.
+    """Writes Python code of a mapping from these leaves, and no other, to numbers.
 
     A star stands for the number of a module, where all that it matches are alike.
     """
