@@ -120,7 +120,7 @@ def scale_by_muon(
     - `slow_axes`: an axis of a mesh or a mapped one, or a tuple of axes. Devices along
         it that hold copies of a matrix share the work on it; along these axes each does
         all of it, and nothing is sent: worth it where links between slices or hosts are
-        slower than the iteration. What such an axis cuts is sent as along any other.
+        slower than the iteration. A leaf that such an axis cuts is sent as usual.
 
     Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
     parallelism). Give their `shardings`, as a tree, since a function would get the

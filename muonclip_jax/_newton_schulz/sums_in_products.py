@@ -26,7 +26,7 @@ from .iteration import Passes
 
 
 #: s at first, the same for all schedules. Entries of X, at most 2, and of R, at most 4,
-#: stay below 2^16, where float16 overflows. Those of the size of a root mean square,
+#: stay below 2^16, where float16 overflows. Entries of the size of a root mean square,
 #: 2^-12 in a matrix of 4,096 x 4,096, stay above 2^-14, where it loses bits.
 UNIT = 2.0**10
 #: Where s leaves this range X is multiplied by a power of two, by a kernel of its own.

@@ -190,5 +190,5 @@ def _twin(leaf: FlaxLeaf) -> tuple[Path, tuple[int, ...]]:
 
 
 def _in_order(leaf: FlaxLeaf) -> list[tuple[int, str]]:
-    """Returns a key by which `Dense_10` is after `Dense_9`, `linear_1` after `linear`."""
+    """Returns a key that sorts `Dense_10` after `Dense_9`, `x_1` after `x`."""
     return [(int(re.sub(r"\D", "", name) or 0), name) for name in leaf.path]
