@@ -11,7 +11,7 @@ import optax
 
 from ._calls import explained
 from ._layout.layout import Layout
-from ._layout.shardings import found_sharding, mesh_axes, PlacedLeaf
+from ._layout.shardings import locate, mesh_axes, PlacedLeaf
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixLeaf, MatrixView, plan_stacks
 from ._model.attention_layers import Attention
@@ -140,7 +140,7 @@ def _untold(layout: Layout) -> list[str]:
     """Says what `shardings=` spares under `jit`, if automatic axes cut matrices."""
     sizes: dict[str, int] = {}
     # Leaf by leaf: parts of a model may be on meshes of their own.
-    for leaf in (found_sharding(leaf, None) for leaf in layout.leaves):
+    for leaf in (locate(leaf, None) for leaf in layout.leaves):
         if leaf.view and leaf.mesh is not None and leaf.spec:
             of_matrices = {*leaf.view.reduction, *leaf.view.output}
             cut = (mesh_axes(x) for i, x in enumerate(leaf.spec) if i in of_matrices)

@@ -18,14 +18,14 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._matrices.stacks import matrix_view, MatrixLeaf, MatrixView
-from muonclip_jax._mesh.by_constraint import share_in_a_row
+from muonclip_jax._mesh.by_constraint import assign_slots
 from muonclip_jax._mesh.on_mesh import Exchange, orthogonalize_on_mesh, plan_exchanges
 from muonclip_jax._mesh.owners import (
+    assign_owners,
     Cut,
     cut_of,
     groups_of,
     OwnedStack,
-    share_out,
     Work,
 )
 from muonclip_jax._mesh.parcels import Parcels

@@ -94,9 +94,9 @@ def attention_fn(
         if is_causal:
             # Passed only if true, so that a kernel may lack the argument.
             options["is_causal"] = is_causal
-        output, found = kernel(*arrays, **options)
+        output, max_logits = kernel(*arrays, **options)
         if module is not None:
-            _sow(module, found)
+            _sow(module, max_logits)
         return output
     common: dict[str, Any] = dict(
         bias=bias,
@@ -123,9 +123,9 @@ def attention_fn(
     if module is not None:
         # These are the same logits a second time. If Flax calls jax.nn, our einsum is
         # the same as there, and XLA computes the product once for both.
-        shown = (_of_rank(query.ndim, bias), _of_rank(query.ndim, mask))
+        shaped = (_of_rank(query.ndim, bias), _of_rank(query.ndim, mask))
         window = make_window(is_causal, None)
-        logits, _ = logits_and_values(query, key, [], *shown, None, None, None, window)
+        logits, _ = logits_and_values(query, key, [], *shaped, None, None, None, window)
         by_jax = not by_linen and dropout_rate == 0
         _sow(module, statistic(logits if by_jax else in_blocks(logits)))
     if by_linen:

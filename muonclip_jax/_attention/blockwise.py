@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._mesh_axes import explicit_spec, on_automatic_axes
-from .._model.statistics import largest
+from .._model.statistics import keep_nan, largest
 from .._options import check_whole_number
 from .logits import (
     grouped,
@@ -88,8 +88,8 @@ def blockwise_attention(
         query, key, [value], bias, mask, *ids, scale, window, size
     )
     logits = _by_window(logits)
-    output, found = _attend_compiled(logits, value)
-    return output, jax.lax.stop_gradient(found)
+    output, statistic = _attend_compiled(logits, value)
+    return output, jax.lax.stop_gradient(statistic)
 
 
 def _by_window(logits: Logits) -> Logits:
@@ -115,10 +115,10 @@ def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
 # Forward and gradient enter automatic axes separately, so that the residuals between
 # them are sharded like the caller's arrays.
 def _attend_forward(logits: Logits, value: jax.Array):
-    output, log_total, found = on_automatic_axes(
+    output, log_total, statistic = on_automatic_axes(
         _forward, logits, value, results=result_specs(logits.query)
     )
-    return (output, found), (logits, value, output, log_total)
+    return (output, statistic), (logits, value, output, log_total)
 
 
 def _attend_backward(residuals, cotangents):
@@ -157,7 +157,7 @@ class _RunningSoftmax(NamedTuple):
     largest: jax.Array  # (batch..., heads, rows)
     total: jax.Array  # of exp(logits - largest)
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
-    alone: jax.Array  # the largest logit without the bias
+    unbiased: jax.Array  # the largest logit without the bias
 
 
 def _forward(logits: Logits, value: jax.Array):
@@ -175,8 +175,7 @@ def _forward(logits: Logits, value: jax.Array):
         # 3.1.1). Infinite if nothing is seen, so that the gradient's weights are zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
-        # A maximum over keys may lose a NaN; the sum does not.
-        rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.alone)
+        rows = keep_nan(row.unbiased, jnp.isnan(row.total))
         block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
             put(output, block, i * logits.size, -3),
@@ -212,17 +211,17 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _RunningSoftm
         # A row that has seen nothing yet has no finite maximum to subtract: -inf minus
         # -inf is NaN.
         shift = jnp.where(jnp.isfinite(highest), highest, 0)
-        alone = highest
+        unbiased = highest
         if logits.bias is not None:
-            own = logits.of_block(i, j, alone=True)  # XLA forms the product once
-            alone = jnp.maximum(running.alone, own.max(-1, initial=-jnp.inf))
+            plain = logits.of_block(i, j, unbiased=True)  # XLA forms the product once
+            unbiased = jnp.maximum(running.unbiased, plain.max(-1, initial=-jnp.inf))
         weights = jnp.exp(formed - shift[..., None])
         decay = jnp.exp(running.largest - shift)
         return _RunningSoftmax(
             highest,
             decay * running.total + weights.sum(-1),
             decay[..., None] * running.output + _weigh(weights, values),
-            alone,
+            unbiased,
         )
 
     shape, dtype = (*batch, heads, min(queries, logits.size)), logits.scale.dtype

@@ -83,7 +83,7 @@ class Logits:
         return j * self.size if self.span is None else j
 
     @property
-    def alone(self) -> "Logits":
+    def unbiased(self) -> "Logits":
         """Returns the logits without the bias; its hidden pairs stay hidden."""
         bias = None if self.bias is None else without_bias(self.bias)
         return dataclasses.replace(self, bias=bias)
@@ -132,13 +132,15 @@ class Logits:
             logits = jnp.where(shown, logits, -jnp.inf)
         return logits
 
-    def of_block(self, i: jax.Array, j: jax.Array, *, alone: bool = False) -> jax.Array:
+    def of_block(
+        self, i: jax.Array, j: jax.Array, *, unbiased: bool = False
+    ) -> jax.Array:
         """Returns the logits of a block, with each key in one block only.
 
         The last block is moved to fit, so it overlaps the block before it.
         """
         block = self.block(i, j)
-        logits = (block.alone if alone else block).form()
+        logits = (block.unbiased if unbiased else block).form()
         is_done = block.key_positions < self.first_key(j)
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
@@ -248,7 +250,7 @@ def broadcasting(
     x: Any,
     shape: tuple[int, ...],
     dtype: Any = None,
-    of: str = "the logits {}, (batch..., heads, length, key_length)",
+    target: str = "the logits {}, (batch..., heads, length, key_length)",
 ) -> Any:
     """Checks that an array broadcasts to `shape`; returns it without broadcasting."""
     if x is None:
@@ -268,8 +270,8 @@ def broadcasting(
     except ValueError:
         fits = False
     if not fits:
-        to = of.format(shape)
-        raise ValueError(f"{name} {x.shape} does not broadcast to {to}")
+        described = target.format(shape)
+        raise ValueError(f"{name} {x.shape} does not broadcast to {described}")
     return x
 
 
@@ -282,11 +284,11 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape
-    of = f"{{}}, (batch..., length), of the logits {shape}"
+    target = f"{{}}, (batch..., length), of the logits {shape}"
 
     def checked(name: str, ids: Any, length: int) -> jax.Array:
         rows = (*batch, length)
-        return jnp.broadcast_to(broadcasting(name, ids, rows, of=of), rows)
+        return jnp.broadcast_to(broadcasting(name, ids, rows, target=target), rows)
 
     queries = checked("query_segment_ids", query_ids, length)
     return queries, checked(whose, key_ids, key_length)

@@ -99,7 +99,7 @@ def statistic(logits: Logits) -> jax.Array:
 
 
 def _largest(logits: Logits) -> jax.Array:
-    formed = logits.alone.form()
+    formed = logits.unbiased.form()
     others = tuple(axis for axis in range(formed.ndim) if axis != formed.ndim - 3)
     return largest(formed, others).astype(jnp.float32)
 
@@ -112,7 +112,6 @@ def _fold(logits: Logits) -> jax.Array:
 
     def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
         def fold(j: jax.Array, running: jax.Array) -> jax.Array:
-            # Unlike XLA's reduction, a maximum of two arrays keeps NaN on CPU.
             return jnp.maximum(running, _largest(logits.block(i, j)))
 
         return jax.lax.fori_loop(*logits.seen_by(i), fold, running)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .._mesh_axes import manual_axes
-from .._model.statistics import largest, STATISTIC
+from .._model.statistics import keep_nan, largest, STATISTIC
 from .._options import check_whole_number
 from .logits import fitting, make_window, scalar, segments, Window
 
@@ -131,13 +131,11 @@ def splash_attention(
     output, residuals = jax.vmap(kernel)(*arguments)
     # The kernel skips blocks whose queries see no key.
     before, after = (max(padded) if side is None else side for side in window)
-    at = np.arange(length)
+    queries = np.arange(length)
     seen = jnp.asarray(
-        np.maximum(at - before, 0) <= np.minimum(at + after, key_length - 1)
+        np.maximum(queries - before, 0) <= np.minimum(queries + after, key_length - 1)
     )
-    # A maximum may lose a NaN; the sum does not.
-    is_nan = jnp.isnan(residuals["logsumexp"])
-    maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
+    maxima = keep_nan(residuals["max_logits"], jnp.isnan(residuals["logsumexp"]))
     # The kernel does not write rows that see no key; they may hold anything, even NaN.
     output = jnp.swapaxes(output[:, :, :length], 1, 2)
     output = jnp.where(seen[None, :, None, None], output, 0)

@@ -1,11 +1,10 @@
 """Where the leaves of a tree are, read once a trace.
 
 Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
-sharded (`Layout.on_mesh`). Inside, a mapped axis does one of three things to a leaf:
-it cuts it, so that the leaf at hand is a block of the whole one (`Leaf.cut`, as
-`shardings=` says); it divides the batch, so that gradients and statistics differ along
-it but the leaf does not (`replicas`, those of `axis_name=`); or nothing. Masks, shapes,
-means, norms and statistics that mapped axes change ask here.
+sharded (`Layout.on_mesh`). Inside, a mapped axis may cut a leaf into blocks, of which
+one is here (`PlacedLeaf.cut`, as `shardings=` says). It may divide the batch, so that
+gradients and statistics differ along it, but leaves do not (`Layout.replicas`, those of
+`axis_name=`). Along any other axis all is the same.
 """
 
 import math
@@ -32,8 +31,8 @@ from .shardings import (
     blocks_along,
     check_one_mesh,
     check_spec,
-    found_sharding,
     given_shardings,
+    locate,
     mesh_axes,
     PlacedLeaf,
     Shardings,
@@ -45,14 +44,14 @@ AxisNames = tuple[Hashable, ...]
 
 
 class Place(NamedTuple):
-    """Where some leaves are: what decides how they are orthogonalized.
+    """Where some leaves are, which decides how they are orthogonalized.
 
     - "one device": every matrix is at hand.
     - "mesh": sharded on a `mesh` as their specs say.
     - "manual": blocks, which the mapped `axes` cut as their specs say.
     - "unknown": sharded on a `mesh`, as the compiler alone knows.
 
-    Along the `slow` axes those that hold copies do not share the work on them.
+    Along the `slow` axes devices that hold copies do not share the work on them.
     """
 
     kind: Literal["one device", "mesh", "manual", "unknown"]
@@ -85,59 +84,59 @@ class Layout(NamedTuple):
         An axis of `vmap` alongside those of a mesh has no devices of its own.
         """
         cut = (axis for leaf in self.leaves for axis in cut_axes(leaf.cut))
-        found, manual = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
-        return tuple(a for a in found if a in manual) or tuple(found)
+        axes, mapped = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
+        return tuple(a for a in axes if a in mapped) or tuple(axes)
 
     def of(self, tree: Any) -> list[PlacedLeaf]:
-        """The leaves with the arrays of another tree of this structure."""
+        """Returns the leaves with the arrays of another tree of this structure."""
         pairs = zip(self.leaves, self.tree.of(tree), strict=True)
         return [leaf._replace(array=x) for leaf, x in pairs]
 
     def on_mesh(self, leaves: Sequence[PlacedLeaf]) -> tuple[Any, Sequence[PlacedLeaf]]:
-        """The mesh of leaves, `None` if they are on none, and the leaves with specs.
+        """Returns the mesh of leaves, `None` without one, and the leaves with specs.
 
-        What the user gave counts; else what arrays and, with explicit axes, tracers
-        say. With automatic axes a tracer knows its mesh but not its spec.
+        The user's shardings come first, then those of arrays and, with explicit axes,
+        of tracers. With automatic axes a tracer knows its mesh but not its spec.
 
         **Raises:** `ValueError`, naming the paths, for shardings that contradict each
         other or do not fit the leaves.
         """
         ambient = jax.sharding.get_abstract_mesh()
-        # Inside `jax.shard_map` leaves are what a device holds. Where axes of the mesh
-        # divide what `jax.vmap` maps over, work that devices shared would mix that.
+        # Inside `jax.shard_map` leaves are one device's. Where the mesh divides what
+        # `jax.vmap` maps over, devices that shared the work would mix it.
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
             return None, leaves
         ambient = None if ambient.empty else ambient
-        found = [found_sharding(leaf, ambient) for leaf in leaves]
-        on_one = [leaf for leaf in found if leaf.mesh is not None]
-        if not on_one:
+        located = [locate(leaf, ambient) for leaf in leaves]
+        placed = [leaf for leaf in located if leaf.mesh is not None]
+        if not placed:
             return None, leaves
-        check_one_mesh(on_one)
-        # One that names its devices, if there is one.
-        meshes = [leaf.mesh for leaf in on_one]
+        check_one_mesh(placed)
+        # A mesh that names its devices comes first.
+        meshes = [leaf.mesh for leaf in placed]
         mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
-        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
+        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, located)
 
     def places(
         self, leaves: Sequence[PlacedLeaf], slow: AxisNames = ()
     ) -> list[tuple[Place, dict[int, MatrixLeaf]]]:
-        """Groups leaves that have a view by where they are; by their index.
+        """Groups leaves that have a view by their place; each by its index.
 
-        **Raises:** `ValueError` for `slow` axes that devices have not.
+        **Raises:** `ValueError` for `slow` axes that do not exist here.
         """
         if not any(leaf.view for leaf in leaves):
             return []
-        # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
-        # is set around: the mapped axes alone say what others hold.
+        # Inside `shard_map` or `pmap` only the mapped axes say what other devices hold,
+        # whatever mesh is set around.
         axes = self.shared_axes
         mesh, leaves = (None, leaves) if axes else self.on_mesh(leaves)
-        known = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
-        if known and (absent := [axis for axis in slow if axis not in known]):
+        axes_here = {*axes, *_mapped_axes(), *(() if mesh is None else mesh.axis_names)}
+        if axes_here and (absent := [axis for axis in slow if axis not in axes_here]):
             raise ValueError(
                 f"slow_axes names axes that are none here: {absent}; there are "
-                f"{sorted(map(str, known))}"
+                f"{sorted(map(str, axes_here))}"
             )
-        found: dict[Place, dict[int, MatrixLeaf]] = {}
+        groups: dict[Place, dict[int, MatrixLeaf]] = {}
         for i, leaf in enumerate(leaves):
             spec, place = leaf.spec, Place("one device")
             if axes:
@@ -148,18 +147,17 @@ class Layout(NamedTuple):
                 place = Place(kind, mesh, slow=slow)
             if leaf.view:
                 matrices = MatrixLeaf(leaf.array, leaf.view, spec or PartitionSpec())
-                found.setdefault(place, {})[i] = matrices
-        # A mesh may have two places: leaves whose sharding is known, and others. The
-        # known ones are exchanged by a plan, which sends fewer bytes than XLA does, and
-        # one leaf of unknown sharding must not take that from the others.
-        return sorted(found.items(), key=lambda group: group[0].kind)
+                groups.setdefault(place, {})[i] = matrices
+        # A mesh may have two places, of leaves whose sharding is known and of others. A
+        # plan exchanges the known ones and sends fewer bytes than XLA does; one leaf of
+        # unknown sharding must not take that from the rest.
+        return sorted(groups.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
-        """Averages gradients over the replicas, and keeps how they are sharded from
-        changing the state. Along axes that cut a leaf they are those of other entries.
+        """Averages gradients over the replicas, but not over axes that cut the leaf.
 
-        Types that know that a gradient is the same along an axis are believed: it was
-        averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
+        It also drops their sharding. If types say that a gradient is the same along an
+        axis, it was averaged, or `jax.grad` of a loss of a device's rows summed it.
 
         **Raises:** `ValueError` as `check_replicas` does, and for gradients that are no
         floats.
@@ -167,17 +165,15 @@ class Layout(NamedTuple):
         check_gradients(self.leaves)
         if self.replicas:
             check_replicas(self.replicas, attention_stats)
-        # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
-        # terms. Without this a gradient that was left sharded otherwise would move the
-        # state in the first step.
+        # XLA shards a sum as one of its terms: a gradient with another sharding would
+        # move the momentum in the first step.
         gradients = jax.tree.map(impose_no_sharding, gradients)
         if not self.replicas:
             return gradients
 
         def mean(leaf: PlacedLeaf) -> Any:
-            # An axis may be both, as with FSDP, which divides the batch and cuts the
-            # leaves: along it the gradients of a block have been reduced and scattered
-            # by the user, and what other devices have are other entries.
+            # With FSDP an axis divides the batch and cuts the leaves: along it the user
+            # has reduced and scattered gradients, and other devices have other entries.
             x, cut = leaf.array, cut_axes(leaf.cut)
             along = tuple(a for a in self.replicas if a not in cut)
             over = () if is_masked(x) else differing(x, along)
@@ -188,23 +184,22 @@ class Layout(NamedTuple):
     def check_types(self, leaves: Sequence[PlacedLeaf]) -> None:
         """Raises where the types of averaged leaves contradict `shardings=`."""
         # With `check_vma` the type of an array says along which axes it may differ.
-        # Work is shared along these axes in the belief that leaves are the same, or cut
-        # as was said; where the belief is wrong every device would return another
-        # update, silently.
+        # Devices share work as if leaves were the same along other axes, or cut as
+        # `shardings` says. If that is wrong, each silently returns another update.
         shared = self.shared_axes
         if not shared or not is_checked(shared):
             return
         for leaf in leaves:
             if not isinstance(leaf.array, jax.Array):
                 continue
-            own, given = manual_axes(leaf.array), cut_axes(leaf.cut)
-            if differs := own.intersection(shared).difference(given):
+            varying, cutting = manual_axes(leaf.array), cut_axes(leaf.cut)
+            if differs := varying.intersection(shared).difference(cutting):
                 raise ValueError(
                     f"'{show(leaf.path)}' differs along {sorted(map(str, differs))}: "
                     "say in shardings how these axes cut it, or name them in "
                     "axis_name, to average gradients over them"
                 )
-            if whole := set(given).difference(own):
+            if whole := set(cutting).difference(varying):
                 raise ValueError(
                     f"shardings says that {sorted(whole)} cut '{show(leaf.path)}', but "
                     "it is the same on all devices along them: give jax.shard_map the "
@@ -215,7 +210,7 @@ class Layout(NamedTuple):
 def read_layout(
     params: Any, shardings: Shardings | None = None, axis_name: Hashable | None = None
 ) -> Layout:
-    """Reads a tree of params or of what has their structure.
+    """Reads a tree of params, or one with their structure.
 
     **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
     fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
@@ -228,8 +223,7 @@ def read_layout(
         if mesh.manual_axes and entry is not None and not is_masked(x):
             spec = entry.spec if isinstance(entry, NamedSharding) else entry
             check_spec(path, x.shape, spec, mesh)
-            # A spec may name automatic axes, too. Along these what is at hand is whole,
-            # and XLA sees to its blocks.
+            # A spec may name automatic axes, too, along which the array here is whole.
             cut = along(mesh.manual_axes, spec)
             shape = tuple(map(math.prod, blocks_along(x.shape, cut, mesh.shape)))
             whole = jax.ShapeDtypeStruct(shape, x.dtype) if cut_axes(cut) else x
@@ -238,7 +232,7 @@ def read_layout(
 
 
 def axis_names(axis_name: Any, argument: str = "axis_name") -> AxisNames:
-    """One name, several or none.
+    """Returns names as a tuple: one, several or none.
 
     **Raises:** `ValueError` for what is no name of an axis.
     """
@@ -267,9 +261,7 @@ def over_replicas(init: Any, update: Any, axis_name: Hashable | None) -> OverRep
 
 
 def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
-    """Raises for an `axis_name` that is no axis here, or of which `multi_steps` around
-    this, which passes on statistics that it has reduced, does not know.
-    """
+    """Raises for an `axis_name` that is no axis here, or that `multi_steps` lacks."""
     for axis in replicas:
         try:
             jax.lax.axis_size(axis)
@@ -279,8 +271,8 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
                 "jax.pmap or jax.shard_map over it, or leave axis_name out"
             ) from error
     manual = tuple(sorted(_mapped_axes()))
-    # An axis of `vmap` has a name and a size, as those of `shard_map` have, but no
-    # devices: collectives over it are sums over a batch axis.
+    # An axis of `vmap` has a name and a size, but no devices: collectives over it are
+    # sums over a batch axis.
     vmapped = [axis for axis in replicas if axis not in manual]
     if vmapped and manual and is_checked(manual):
         raise ValueError(
@@ -288,10 +280,10 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
             "inside a jax.shard_map that checks types: give it check_vma=False"
         )
     # `multi_steps` accumulates gradients before the transformation inside it sees them.
-    # A mean over replicas that only that one computes would come too late: each replica
-    # has accumulated its own, and skipped steps by itself.
-    known = getattr(attention_stats, "reduced_over", replicas)
-    if missing := [axis for axis in replicas if axis not in known]:
+    # If only the transformation averages, it is too late: each replica has accumulated
+    # its own gradients, and skipped steps by itself.
+    reduced = getattr(attention_stats, "reduced_over", replicas)
+    if missing := [axis for axis in replicas if axis not in reduced]:
         raise ValueError(
             f"the optimizer inside multi_steps has axis_name={missing}: gradients have "
             "to be averaged over it before they are accumulated. Give multi_steps the "
@@ -314,21 +306,21 @@ def check_gradients(leaves: Sequence[PlacedLeaf]) -> None:
 
 
 def differing(x: jax.Array, along: AxisNames) -> AxisNames:
-    """The axes among `along` along which an array may differ, as far as types know."""
-    own = manual_axes(x)
-    return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
+    """Returns the axes of `along` along which an array may differ, by its type."""
+    varying = manual_axes(x)
+    return tuple(axis for axis in along if axis in varying or not is_checked((axis,)))
 
 
 def cut_axes(
     cut: PartitionSpec, along: Collection[int] | None = None
 ) -> tuple[str, ...]:
-    """The axes of the mesh that cut a leaf, or some of its axes."""
+    """Returns the axes of the mesh that cut a leaf, or some of its axes."""
     entries = [x for i, x in enumerate(cut) if along is None or i in along]
     return tuple(name for entry in entries for name in mesh_axes(entry))
 
 
 def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """The whole leaf, or row of heads, on every device, of its blocks."""
+    """Returns the whole leaf, or row of heads, on every device, from its blocks."""
     for axis, entry in enumerate(cut):
         if names := mesh_axes(entry):
             x = gather_everywhere(x, names, axis=axis, tiled=True)
@@ -336,7 +328,7 @@ def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """This device's block of a whole leaf, or of what broadcasts to one."""
+    """Returns this device's block of a whole leaf, or of one that broadcasts to it."""
     for axis, entry in enumerate(cut):
         names = mesh_axes(entry)
         # An array that broadcasts along an axis is whole already.
@@ -354,7 +346,7 @@ def on_whole_blocks(
     blocks: Sequence[MatrixLeaf],
     kept: Callable[[MatrixLeaf], PartitionSpec] = lambda _: PartitionSpec(),
 ) -> list[jax.Array]:
-    """`function(leaves)` by every device, of leaves cut as `kept` says; cut again."""
+    """Calls `function` on leaves that only `kept` still cuts, and cuts the results."""
     whole, cuts = [], []
     for x in blocks:
         spec = kept(x)
@@ -365,5 +357,5 @@ def on_whole_blocks(
 
 
 def _mapped_axes() -> frozenset[str]:
-    """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
+    """Returns the axes that a `jax.shard_map` or `jax.pmap` around this maps."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

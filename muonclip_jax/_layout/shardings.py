@@ -66,7 +66,7 @@ class _Block:
 def given_shardings(
     shardings: Shardings | None, tree: PathedTree, *, of_blocks: bool = False
 ) -> list[Any]:
-    """The entry of `shardings` for each leaf, whichever way it was given."""
+    """Returns the entry of `shardings` for each leaf, whichever way it was given."""
     if shardings is None:
         return [None] * len(tree.leaves)
     if is_function(shardings) and not isinstance(shardings, PartitionSpec | Mesh):
@@ -84,31 +84,31 @@ def given_shardings(
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a `PartitionSpec`, the major one first."""
+    """Returns the mesh axes of an entry of a `PartitionSpec`, the major one first."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def along(axes: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
-    """How some axes of the mesh alone cut an array."""
+    """Returns the spec with only some axes of the mesh."""
     entries = (tuple(n for n in mesh_axes(e) if n in axes) for e in spec)
     return PartitionSpec(*(names or None for names in entries))
 
 
 def but_along(axes: Collection[int], spec: PartitionSpec) -> PartitionSpec:
-    """The spec of an array that is whole along some of its axes."""
+    """Returns the spec of an array that is whole along some of its axes."""
     return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
 
 
 def blocks_along(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mapping[Any, int]
 ) -> list[tuple[int, int]]:
-    """The size of each axis, and the number of blocks along it.
+    """Returns the size of each axis, and the number of blocks along it.
 
     `mesh` has sizes by name.
     """
-    # A spec may have fewer entries than the array axes, which are whole then.
+    # A spec may have fewer entries than the array has axes; the others are whole.
     return [
         (size, math.prod(mesh[name] for name in mesh_axes(entry)))
         for size, entry in itertools.zip_longest(shape, spec)
@@ -116,19 +116,19 @@ def blocks_along(
 
 
 def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
-    """True if an array is known to be sharded as `spec` says, in its type too."""
+    """Whether an array is known to be sharded as `spec` says."""
     if isinstance(x, Tracer):
         return False
-    own_mesh, own = _of_array(x)
-    return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
+    x_mesh, x_spec = _sharding_of(x)
+    return x_spec is not None and _same(x_mesh, mesh) and _cuts(x_spec) == _cuts(spec)
 
 
-def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
-    """The leaf with its mesh, or else the one around it, and its spec."""
+def locate(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf:
+    """Returns the leaf with its mesh, by default the `ambient` one, and its spec."""
     path, array, given = leaf.path, leaf.array, leaf.given
     if is_masked(array):
         return leaf
-    mesh, spec = _of_array(array)
+    mesh, spec = _sharding_of(array)
     if given is None:
         return leaf._replace(mesh=mesh or ambient, spec=spec)
     if isinstance(given, NamedSharding):
@@ -151,10 +151,10 @@ def found_sharding(leaf: PlacedLeaf, ambient: AbstractMesh | None) -> PlacedLeaf
     return leaf._replace(mesh=wanted[0], spec=wanted[1])
 
 
-def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
-    # Abstract params may have none.
-    own = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
-    sharding = getattr(own, "sharding", None)
+def _sharding_of(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
+    # An abstract param may have no sharding.
+    typed = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+    sharding = getattr(typed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None, None
     # The spec in the type of a tracer leaves out automatic axes: an empty one does not
@@ -175,12 +175,11 @@ def check_one_mesh(leaves: Sequence[PlacedLeaf]) -> None:
             )
 
 
-def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
+def _check_agree(path: Path, x: Any, actual: Any, expected: Any) -> None:
     """Raises if an array is known to be sharded otherwise than the user says."""
-    (mesh, spec), (other, wanted) = own, given
-    # A tracer on a mesh of both kinds of axes shows the explicit ones alone, which are
-    # compared.
-    traced = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
+    (mesh, spec), (other, wanted) = actual, expected
+    # A tracer on a mesh of both kinds of axes shows only the explicit ones.
+    traced = mesh.auto_axes if mesh and isinstance(x, Tracer) else ()
     # An axis of one device cuts nothing.
     hidden = {*traced, *(name for name, size in other.shape.items() if size == 1)}
     same_spec = spec is None or _cuts(spec, hidden) == _cuts(wanted, hidden)
@@ -194,7 +193,7 @@ def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
 def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None:
     """Raises for a spec that does not say how a mesh shards an array.
 
-    How evenly it does is another question, since of a block the whole is not known.
+    It does not check that blocks are even, since a block does not show the whole.
     """
     where = f"the sharding {spec} of '{show(path)}' of shape {tuple(shape)}"
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
@@ -234,7 +233,7 @@ def _same(mesh: Any, other: Any) -> bool:
 
 
 def _cuts(spec: PartitionSpec, hidden: Collection[str] = ()) -> list[tuple]:
-    """Which axes of an array the axes of a mesh cut, but for the hidden ones."""
+    """Returns which axes of a mesh cut which axes of an array, without hidden ones."""
     named = [(i, name) for i, entry in enumerate(spec) for name in mesh_axes(entry)]
     return [each for each in named if each[1] not in hidden]
 

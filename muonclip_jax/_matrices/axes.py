@@ -96,13 +96,13 @@ class MatrixAxes:
 
 
 def parts_of(axes: MatrixAxes, outputs: int) -> list[tuple[int, int | None]]:
-    """Returns the size of each part, of so many outputs, and of a head in it."""
+    """Returns the size of each part of the outputs, and of a head in it."""
     parts, head_dim = axes.parts or (outputs // axes.groups,), axes.head_dim
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim,) * len(parts)
     return [*zip(parts, sizes, strict=True)]
 
 
-#: What the entries of `dimension_numbers` are.
+#: An entry of `dimension_numbers`.
 Axes = MuonDimensionNumbers | MatrixAxes
 
 

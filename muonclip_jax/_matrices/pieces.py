@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
     - `view`: its matrices.
     - `axes`: those of the view.
-    - `units`: where the units that it is begin and end.
+    - `units`: the first of its units, and the one after its last.
     """
 
     view: MatrixView
@@ -36,40 +36,40 @@ class Piece(NamedTuple):
     units: tuple[int, int] = (0, 0)
 
     @property
-    def of(self) -> list[int | None]:
-        """The axis of the leaf that each axis is, or is the major factor of."""
-        return [axis.of for axis in self.axes]
+    def leaf_axes(self) -> list[int | None]:
+        """Returns the axis of the leaf that each axis is, or is the major factor of."""
+        return [axis.leaf_axis for axis in self.axes]
 
 
-#: From arrays in the place of pieces to arrays in the place of leaves.
+#: Puts arrays of pieces together into arrays of leaves.
 Unite = Callable[[Iterable[jax.Array]], list[jax.Array]]
 
 
 def divide(leaves: Sequence[MatrixLeaf]) -> tuple[list[MatrixLeaf], Unite]:
-    """Cuts leaves, or blocks of them, sharded along whole pieces; and the way back."""
-    # Most models have no such leaf, and their program is what it was.
+    """Cuts leaves, or blocks of whole pieces; returns the pieces and the way back."""
+    # Most models have no leaf to cut, and their program does not change.
     if not any(leaf.view.division for leaf in leaves):
         return [*leaves], list
     cuts = [(leaf, _Slicing.of(leaf.view)) for leaf in leaves]
 
-    def unite(found: Iterable[jax.Array]) -> list[jax.Array]:
-        each = iter(found)
-        return [cut.unite(each, leaf.array.shape) for leaf, cut in cuts]
+    def unite(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+        remaining = iter(arrays)
+        return [cut.unite(remaining, leaf.array.shape) for leaf, cut in cuts]
 
     return [piece for leaf, cut in cuts for piece in cut.divide(leaf)], unite
 
 
 def pieces_of(view: MatrixView) -> list[Piece]:
-    """The pieces of a whole leaf."""
+    """Returns the pieces of a whole leaf."""
     return _Slicing.of(view).pieces
 
 
 def along_outputs(
     view: MatrixView, of_piece: Callable[[MatrixView], float]
 ) -> np.ndarray:
-    """A number for each piece, spread along the outputs to multiply the leaf."""
+    """Returns a number per piece, spread along the outputs to multiply the leaf."""
     numbers = [of_piece(piece.view) for piece in pieces_of(view)]
-    # Heads of one size have one number, and a scalar is no pass over memory.
+    # If all pieces have one number, it is one entry, and takes no pass over memory.
     if len(set(numbers)) == 1:
         return np.full((1,) * len(view.shape), numbers[0])
     assert view.division is not None
@@ -81,16 +81,13 @@ def along_outputs(
 class _Axis(NamedTuple):
     """An axis of a leaf, or a factor of one, after a reshape.
 
-    **Arguments:**
-
-    - `size`: of it.
-    - `of`: the leaf's axis that it is, or is the major factor of. A mesh cuts an axis
-        into consecutive blocks, and so only its major factor.
-    - `inner`: for outputs, how many of them one step along it goes by.
+    - `leaf_axis`: the leaf's axis that it is, or is the major factor of. A mesh cuts an
+        axis into consecutive blocks, and so only its major factor.
+    - `inner`: how many outputs one step along it passes; 0 for other axes.
     """
 
     size: int
-    of: int | None
+    leaf_axis: int | None
     inner: int = 0
 
 
@@ -98,7 +95,7 @@ class _Axis(NamedTuple):
 class _Slicing:
     """How a leaf is reshaped, `(*before, *groups, units, *rest, *after)`, and sliced.
 
-    A part is some of the units; of one part alone there is no such axis.
+    A part is a run of units. If there is one part, there is no axis of units.
     """
 
     shape: tuple[int, ...]  # of the whole leaf
@@ -118,8 +115,8 @@ class _Slicing:
         for axis in reversed(plain[first:stop]):
             outputs.insert(0, axis._replace(inner=inner))
             inner *= axis.size
-        # All parts begin and end at a multiple of their greatest common divisor, so one
-        # axis of such units is sliced, whatever the sizes of the parts.
+        # All parts begin and end at a multiple of their greatest common divisor, the
+        # unit: slices of an axis of units are parts of any sizes.
         sizes = [size for size, _ in parts]
         group, unit = sum(sizes), math.gcd(*sizes)
         outputs = _factored(outputs, {group, unit})
@@ -127,32 +124,31 @@ class _Slicing:
         rest = [a for a in outputs if a.inner < unit]
 
         def units(count: int) -> list[_Axis]:
-            # A mesh does not cut a leaf that is sliced: a block of it would have a part
-            # of each slice, or none.
+            # A mesh does not cut a sliced axis: a block would not have whole slices.
             return [_Axis(count, None, unit)] if len(parts) > 1 else []
 
         pieces, stop = [], 0
         for size, head_dim in parts:
             start, stop = stop, stop + size // unit
-            found = units(stop - start) + rest
+            part_axes = units(stop - start) + rest
             if head_dim is not None:
-                found = _factored(found, {head_dim})
-            axes = [*before, *groups, *found, *after]
+                part_axes = _factored(part_axes, {head_dim})
+            axes = [*before, *groups, *part_axes, *after]
             # Outputs alone have an `inner`, which is 1 at least.
-            place = {a.of: at for at, a in enumerate(axes) if not a.inner}
+            index_of = {a.leaf_axis: j for j, a in enumerate(axes) if not a.inner}
             # A part that stays whole is one matrix of all its groups.
-            at = range(len(before), len(before) + len(groups) + len(found))
+            indices = range(len(before), len(before) + len(groups) + len(part_axes))
             stacked = [
-                j for j in at if head_dim is not None and axes[j].inner >= head_dim
+                j for j in indices if head_dim is not None and axes[j].inner >= head_dim
             ]
-            own = MatrixView(
-                (*(place[j] for j in view.batch), *stacked),
-                tuple(place[j] for j in view.reduction),
-                tuple(j for j in at if j not in stacked),
+            piece_view = MatrixView(
+                (*(index_of[j] for j in view.batch), *stacked),
+                tuple(index_of[j] for j in view.reduction),
+                tuple(j for j in indices if j not in stacked),
                 tuple(a.size for a in axes),
                 view.is_directed,
             )
-            pieces.append(Piece(own, axes, (start, stop)))
+            pieces.append(Piece(piece_view, axes, (start, stop)))
         axes = [*before, *groups, *units(stop), *rest, *after]
         return cls(view.shape, axes, len(before) + len(groups), pieces)
 
@@ -169,19 +165,19 @@ class _Slicing:
             MatrixLeaf(
                 jax.lax.reshape(x, local(piece.axes)),
                 piece.view,
-                PartitionSpec(*map(entries.get, piece.of)),  # type: ignore[arg-type]
+                PartitionSpec(*map(entries.get, piece.leaf_axes)),  # type: ignore[arg-type]
             )
             for x, piece in zip(slices, self.pieces, strict=True)
         ]
 
-    def unite(self, found: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """The leaf, or block, of this shape, from the next of its pieces."""
+    def unite(self, arrays: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Returns a leaf, or block, of this shape, from the next pieces of `arrays`."""
         if len(self.pieces) == 1:
-            return jax.lax.reshape(next(found), shape)
+            return jax.lax.reshape(next(arrays), shape)
         local = self._local(shape)
         before, after = self.axes[: self.sliced], self.axes[self.sliced + 1 :]
         slices = [
-            jax.lax.reshape(next(found), (*local(before), stop - start, *local(after)))
+            jax.lax.reshape(next(arrays), (*local(before), stop - start, *local(after)))
             for start, stop in (piece.units for piece in self.pieces)
         ]
         return jax.lax.reshape(jnp.concatenate(slices, self.sliced), shape)
@@ -191,25 +187,27 @@ class _Slicing:
         # A mesh cuts major factors alone, so that a block has all of every other.
         counts = [n // m for n, m in zip(self.shape, shape, strict=True)]
         return lambda axes: [
-            a.size if a.of is None else a.size // counts[a.of] for a in axes
+            a.size if a.leaf_axis is None else a.size // counts[a.leaf_axis]
+            for a in axes
         ]
 
 
 def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
-    """The same axes, split such that each of the strides is that of one of them."""
-    found = []
+    """Splits axes so that each of the strides is the stride of one of them."""
+    factors = []
     for axis in axes:
         stop = axis.size * axis.inner
         inside = sorted(n for n in strides if axis.inner < n < stop)
         bounds = [axis.inner, *inside, stop]
-        # An axis is cut where the stride divides what it goes by: (3, 64) of outputs at
-        # 64 and at 192, but not at 96.
+        # Each stride has to divide the next: axes (3, 64) have strides of 64 and 192,
+        # but not of 96.
         if any(high % low for low, high in itertools.pairwise(bounds)):
-            # A step along one axis goes through a part or a head: as one axis all of
-            # them can be cut anywhere.
+            # A part or a head ends inside a step along an axis. All axes become one,
+            # which can be cut anywhere.
             size = math.prod(a.size for a in axes)
-            major = next((a.of for a in axes if a.size > 1), None)
+            major = next((a.leaf_axis for a in axes if a.size > 1), None)
             return _factored([_Axis(size, major, axes[-1].inner)], strides)
         for low, high in reversed(list(itertools.pairwise(bounds))):
-            found.append(_Axis(high // low, axis.of if high == stop else None, low))
-    return found
+            major = axis.leaf_axis if high == stop else None
+            factors.append(_Axis(high // low, major, low))
+    return factors

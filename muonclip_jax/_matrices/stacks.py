@@ -16,13 +16,13 @@ from .._options import check_whole_number
 from .axes import Axes, MatrixAxes, parts_of
 
 
-#: The most separate leaves in a stack: compilers take time that grows with the square
-#: of the number of arrays in one concatenation.
+#: The most separate leaves in a stack: the time to compile a concatenation grows with
+#: the square of the number of its arrays.
 MOST_LEAVES = 256
 
 
 class Division(NamedTuple):
-    """How the outputs are matrices side by side: groups of the same parts.
+    """Outputs that are several matrices: groups of the same parts.
 
     Each part has a size and a `head_dim`: it is one matrix for each head of each group;
     if that is `None`, it is one matrix of all groups.
@@ -43,8 +43,8 @@ class MatrixView:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     shape: tuple[int, ...]
-    # Whether it is known which of the two is the input. That changes no program: views
-    # that differ in it alone are equal, so that `jit` finds the one that there is.
+    # Whether it is known which side is the input. Views that differ in it alone are
+    # equal, since they have one program.
     is_directed: bool = dataclasses.field(default=True, compare=False)
     division: Division | None = None
 
@@ -91,13 +91,13 @@ def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:
 
     def axes_of(given: Any) -> tuple[int, ...]:
         given = tuple(given) if isinstance(given, Iterable) else (given,)
-        found = [check_whole_number("an axis", axis) for axis in given]
-        for axis in found:
+        axes = [check_whole_number("an axis", axis) for axis in given]
+        for axis in axes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"axis {axis} is out of range for {len(shape)} dimensions"
                 )
-        return tuple(axis % len(shape) for axis in found)
+        return tuple(axis % len(shape) for axis in axes)
 
     reduction, output = axes_of(numbers.reduction_axis), axes_of(numbers.output_axis)
     named = reduction + output
@@ -160,14 +160,14 @@ class MatrixLeaf:
     A pytree of the array alone: all else is known when a program is traced.
     """
 
-    array: Any  # a `jax.Array`; in a plan what has its dtype will do
+    array: Any  # a `jax.Array`, or for a plan anything with its dtype
     view: MatrixView = dataclasses.field(metadata={"static": True})
     spec: PartitionSpec = dataclasses.field(
         default=PartitionSpec(), metadata={"static": True}
     )
 
-    def of(self, array: jax.Array) -> "MatrixLeaf":
-        """Returns those of another array."""
+    def with_array(self, array: jax.Array) -> "MatrixLeaf":
+        """Returns the matrices of another array."""
         return dataclasses.replace(self, array=array)
 
 
@@ -193,11 +193,11 @@ class Stack:
         return sum(self.counts)
 
     def gather(self, dtype: jnp.dtype) -> list[jax.Array]:
-        """The matrices of each leaf, `(count, *shape)`."""
+        """Returns the matrices of each leaf, `(count, *shape)`."""
         return [x.view.to_matrices(x.array).astype(dtype) for _, x in self.parts]
 
     def scatter(self, stack: jax.Array, results: list[Any]) -> None:
-        """Puts the leaves into `results`."""
+        """Puts the leaves of a stack into `results`."""
         pieces = unstack(stack, self.counts)
         for (i, x), matrices in zip(self.parts, pieces, strict=True):
             results[i] = x.view.from_matrices(matrices)
@@ -242,15 +242,15 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
         return [stack] * len(counts)
 
     def at_once(stack: jax.Array) -> Sequence[jax.Array]:
-        # Offsets that are known let the compiler fuse and shard the parts.
+        # Known offsets let the compiler fuse and shard the parts.
         return jax.lax.split(stack, counts)
 
     def at_run_time(stack: jax.Array) -> Sequence[jax.Array]:
-        # For CPU, XLA compiles equal kernels once, and kernels that read a stack at
-        # different known offsets are not equal: with 256 leaves the update compiled in
-        # 6.6 s in place of 2.9 (JAX 0.12). So offsets go through a loop, after which
-        # XLA does not know them; of few numbers, since loops of many take it long, too:
-        # each offset is a sum of two of about 2 sqrt(n).
+        # For CPU, XLA compiles equal kernels once, but kernels that read a stack at
+        # different known offsets differ: with 256 leaves the update compiled in 6.6 s
+        # in place of 2.9 (JAX 0.12). So a loop hides the offsets from XLA. Loops of
+        # many numbers compile slowly, too, so that each offset is a sum of two of
+        # about 2 sqrt(n) numbers.
         starts = list(itertools.accumulate(counts[:-1], initial=0))
         base = math.isqrt(starts[-1]) + 1
         digits = [(start - start % base, start % base) for start in starts]
@@ -260,8 +260,8 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
             step = jnp.asarray(i, np.int32)  # under disable_jit a number
             return {x: jax.lax.add(number, step) for x, number in numbers.items()}
 
-        known = {x: np.int32(x - 1) for x in sorted(itertools.chain(*digits))}
-        opaque = jax.lax.fori_loop(0, 2, add, known)
+        constants = {x: np.int32(x - 1) for x in sorted(itertools.chain(*digits))}
+        opaque = jax.lax.fori_loop(0, 2, add, constants)
         inner, matrix = (np.int32(0),) * (stack.ndim - 1), stack.shape[1:]
         parts = []
         cut = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
@@ -274,7 +274,7 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
 
 
 def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
-    """0, but known only when all arrays are there: an ordering token."""
+    """Returns a 0 that is known only once all arrays are: an ordering token."""
     # Data, since XLA drops optimization barriers before it puts operations in order.
     # `isnan` is 0 or 1, and its minimum with 0 is 0, which XLA does not see through.
     numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]

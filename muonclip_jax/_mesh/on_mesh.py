@@ -22,12 +22,12 @@ from .._matrices.stacks import MatrixLeaf, MOST_LEAVES, Part, Stack, zero_after
 from .._mesh_axes import is_checked, keep_sharding, resharded, varying
 from .._newton_schulz.solver import Solver
 from .owners import (
+    assign_owners,
     Cut,
     cut_of,
     groups_of,
     local_view,
     OwnedStack,
-    share_out,
     Work,
 )
 from .parcels import Parcels
@@ -37,15 +37,15 @@ from .stack_exchange import StackExchange
 #: A leaf with at least this many entries per device gets an exchange of its own. Small
 #: leaves together need fewer exchanges; large ones alone need no copy into a stack:
 #: 41 % of the temporaries of Mixtral's update on 64 v5p, by the compiler.
-LARGE_SHARE = 2**24
+LARGE_LEAF = 2**24
 
 
-#: Stacks of which an exchange of their own would send more than this, over the least,
-#: are sent together. The exchanges of others overlap with work on what has arrived: all
-#: in one would expose those of Kimi K2, with 1.8 times the temporaries.
+#: Stacks whose own exchange would send more than this, over the least, share one. Other
+#: exchanges overlap with work on what has arrived: one for all would expose those of
+#: Kimi K2, with 1.8 times the temporaries.
 MOST_PADDING = 1.1
 
-#: What sends some stacks to their owners and back.
+#: Sends some stacks to their owners and back.
 Exchange = Parcels | StackExchange
 
 
@@ -55,13 +55,13 @@ def orthogonalize_on_mesh(
     mesh: Mesh | AbstractMesh,
     slow: AxisNames = (),
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that their specs shard on `mesh`, and leaves them so."""
+    """Orthogonalizes leaves that are sharded on `mesh`, and stay sharded so."""
     aligned = []
     for leaf in leaves:
         # Most leaves stay as they are. A fused kernel whose blocks show no piece is
         # gathered along its outputs, by XLA, and cut again.
         if (spec := _aligned(leaf, mesh.shape)) != leaf.spec:
-            # The leaf itself stays where it is: without Nesterov's it is the momentum.
+            # The leaf itself is not moved: without Nesterov's step it is the state.
             x = _sharded(keep_sharding(leaf.array), mesh, spec)
             leaf = MatrixLeaf(x, leaf.view, spec)
         aligned.append(leaf)
@@ -92,7 +92,7 @@ def orthogonalize_on_mesh(
 
 
 def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
-    """The spec without what cuts through pieces, so that no block has all of one.
+    """Returns the spec without the axes of the mesh that cut through pieces.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
     the outputs have to be gathered; blocks of whole groups or heads have pieces of
@@ -102,17 +102,14 @@ def _aligned(leaf: MatrixLeaf, mesh: Mapping[Any, int]) -> PartitionSpec:
         return leaf.spec
     pieces, through = pieces_of(leaf.view), set()
     for axis, (_, count) in enumerate(blocks_along(leaf.view.shape, leaf.spec, mesh)):
-        sizes = [
-            piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
-            for piece in pieces
-        ]
-        if any(size % count for size in sizes):
+        sizes = (dict(zip(x.leaf_axes, x.view.shape, strict=True)) for x in pieces)
+        if any(size.get(axis, 1) % count for size in sizes):
             through.add(axis)
     return but_along(through, leaf.spec)
 
 
 def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """The array as `spec` shards it."""
+    """Returns the array, sharded as `spec` says."""
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     if not explicit:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -125,17 +122,17 @@ def orthogonalize_by_replicas(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
-    By devices along the axes of `pmap`, `shard_map` and `vmap`: each iterates its share
-    of the matrices, and one gather for each stack hands out all.
+    Each device along the axes of `pmap`, `shard_map` and `vmap` iterates its share of
+    the matrices, and one gather for each stack returns all.
     """
     sizes = {name: jax.lax.axis_size(name) for name in axes}
-    # The matrices of a share differ from device to device, while the leaves are the
-    # same: types have to say so before the loop. Along an axis of one device, and along
-    # a slow one, nothing differs, and no gather would take it back.
+    # Types have to say before the loop that devices iterate different matrices, of
+    # leaves that are the same. Along an axis of one device, and along a slow one,
+    # nothing differs, and no gather would make the types the same again.
     several = tuple(name for name in axes if sizes[name] > 1)
     shared = tuple(name for name in several if name not in slow)
     if shared and is_checked(shared):
-        leaves = [leaf.of(varying(leaf.array, shared)) for leaf in leaves]
+        leaves = [leaf.with_array(varying(leaf.array, shared)) for leaf in leaves]
     return on_whole_blocks(
         lambda whole: share_among_devices(solver, whole, sizes, slow),
         leaves,
@@ -149,7 +146,7 @@ def share_among_devices(
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[jax.Array]:
-    """The work of one device: from its blocks of all leaves to the same, orthogonal.
+    """Returns this device's blocks of the leaves, orthogonalized.
 
     `mesh` maps names of axes to sizes.
     """
@@ -161,19 +158,19 @@ def share_among_devices(
         # Matrices that are iterated in half precision are sent in it: half the traffic.
         stacks = [owned.stack for owned in exchange.stacks]
         arrived.append(exchange.arrive([x.gather(exchange.dtype) for x in stacks]))
-    # Where devices have different numbers of matrices, returns start once all are done,
-    # and iteration starts once all has arrived, but for the first exchange's, which
-    # hides how the others arrive. Work is balanced over all stacks together: exchanges
-    # in between would make every device wait for the slowest of each.
-    # Work that is repeated along slow axes does not wait for work that differs along
-    # them: by its type it would differ, too.
-    late = [None if exchange.is_even else exchange.repeated for exchange in plan]
-    ready = wait_for_all(arrived, late)
-    for way in {*late}:
-        ready[late.index(way)] = arrived[late.index(way)]
+    # Work is balanced over all stacks together, so an exchange between two stacks would
+    # make every device wait for the slowest of each. So exchanges that are not even
+    # have barriers: iteration starts once all have arrived, but for the first, which
+    # hides the arrival of the others, and results are sent once all are iterated. Work
+    # that is repeated along slow axes has a barrier of its own, since its type would
+    # otherwise differ along them, too.
+    barriers = [None if exchange.is_even else exchange.repeated for exchange in plan]
+    ready = wait_for_all(arrived, barriers)
+    for barrier in {*barriers}:
+        ready[barriers.index(barrier)] = arrived[barriers.index(barrier)]
     iterated = [exchange.iterate(x) for exchange, x in zip(plan, ready, strict=True)]
     results: list[Any] = list(pieces)
-    for exchange, x in zip(plan, wait_for_all(iterated, late), strict=True):
+    for exchange, x in zip(plan, wait_for_all(iterated, barriers), strict=True):
         for owned, blocks in zip(exchange.stacks, exchange.depart(x), strict=True):
             owned.stack.scatter(blocks, results)
     return unite([*map(_stored, results)])
@@ -186,7 +183,7 @@ def _stored(leaf: jax.Array) -> jax.Array:
     float32 once as it was sent and once as the leaf is: of Mixtral's update on 64 v5p
     that is 1.3 of 3.9 GB of temporaries. Smaller leaves take 3 % longer for it.
     """
-    if leaf.size >= LARGE_SHARE:
+    if leaf.size >= LARGE_LEAF:
         leaf = jax.lax.optimization_barrier(leaf)
     return leaf.astype(np.promote_types(leaf.dtype, jnp.float32))
 
@@ -197,7 +194,7 @@ def plan_exchanges(
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[Exchange]:
-    """Which matrices are sent together, and who iterates them; alike on all devices."""
+    """Plans which matrices are sent together, and who iterates them, on all devices."""
     stacks: dict[Any, list[OwnedStack]] = {}
     for owned in _owned_stacks(solver, leaves, mesh, slow):
         cut = owned.cut
@@ -206,7 +203,7 @@ def plan_exchanges(
         if not cut.members or owned.padding <= MOST_PADDING:
             key = owned.name
         stacks.setdefault(key, []).append(owned)
-    # A parcel of one stack alone would be as large for every owner as its slots.
+    # A parcel of one stack would be as large as the slots of its own exchange.
     parcels = [Parcels(solver, x, mesh) for x in stacks.values() if len(x) > 1]
     alone = [StackExchange(solver, x[0], mesh) for x in stacks.values() if len(x) == 1]
     return [*parcels, *alone]
@@ -225,11 +222,11 @@ def _owned_stacks(
         if not cut.sharded and solver.commutes_with_transposition:
             view = view.wide  # a device has all of a matrix, and to turn it is free
             cut = cut_of(view, spec, mesh, slow)
-        own = local_view(view, spec, mesh)
-        share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
-        is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
+        local = local_view(view, spec, mesh)
+        per_member, rest = divmod(local.count, math.prod(mesh[n] for n in cut.members))
+        is_apart = not rest and per_member * math.prod(cut.shape) >= LARGE_LEAF
         key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
-        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=own)))
+        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=local)))
     stacks = [
         (Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])), cut)
         for (cut, dtype, _), parts in groups.items()
@@ -244,30 +241,30 @@ def _owned_stacks(
         )
         for stack, cut in stacks
     ]
-    shares = share_out(work, math.prod(mesh.values()))
-    return [
-        OwnedStack(f"stack{i}", stack, cut, counts)
-        for i, ((stack, cut), counts) in enumerate(zip(stacks, shares, strict=True))
-    ]
+    counts = assign_owners(work, math.prod(mesh.values()))
+    entries = enumerate(zip(stacks, counts, strict=True))
+    return [OwnedStack(f"stack{i}", *stack, count) for i, (stack, count) in entries]
 
 
-def wait_for_all(arrays: Sequence[jax.Array], late: Sequence[Any]) -> list[jax.Array]:
-    """Makes arrays that are late in the same way available only once all of them are.
+def wait_for_all(
+    arrays: Sequence[jax.Array], barriers: Sequence[Any]
+) -> list[jax.Array]:
+    """Makes the arrays of one barrier available only once all of them are.
 
-    `None` is not late.
+    An array whose barrier is `None` does not wait.
     """
-    found = [*arrays]
-    for way in dict.fromkeys(x for x in late if x is not None):
-        waiting = [i for i, x in enumerate(late) if x == way]
+    results = [*arrays]
+    for barrier in dict.fromkeys(x for x in barriers if x is not None):
+        waiting = [i for i, x in enumerate(barriers) if x == barrier]
         if len(waiting) > 1:
             zero = zero_after([arrays[i] for i in waiting])
             for i in waiting:
-                found[i] = _wait_for(zero, arrays[i])
-    return found
+                results[i] = _wait_for(zero, arrays[i])
+    return results
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:
-    """The same array, but whole only when the zero is known."""
+    """Returns the array, which is whole only when the zero is known."""
     # One entry waits for it, in place: a sum with all of them would be a copy.
     corner = (0,) * x.ndim
     entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)

@@ -1,7 +1,7 @@
 """How a mesh cuts matrices, and which device owns which.
 
 Matrices are iterated whole, each by its owner. To cut one over devices would take an
-exchange for every product, where to send it to one takes two in all.
+exchange for every product; to send it to its owner and back takes two in all.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The axes along which devices share out the matrices."""
+        """The axes along which devices divide the matrices."""
         return self.replicated + self.sharded
 
 
@@ -62,7 +62,7 @@ class OwnedStack(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """The slots that an exchange of its own sends, over the matrices."""
+        """The slots that its own exchange would send, over the matrices."""
         return int(self.counts.max()) * len(self.counts) / max(1, self.stack.count)
 
     @property
@@ -77,21 +77,21 @@ def cut_of(
     mesh: Mapping[Any, int],
     slow: Collection[Any] = (),
 ) -> Cut:
-    """`mesh` maps names of axes to sizes; copies along `slow` ones share no work."""
+    """Returns the cut; `mesh` has sizes by name, and `slow` axes share no work."""
     entries = [*spec, *[None] * (len(view.shape) - len(spec))]
     # Axes of one device cut nothing. Without them leaves that are cut alike have equal
     # cuts, and share a stack.
     names = [tuple(n for n in mesh_axes(e) if mesh[n] > 1) for e in entries]
 
     def factors(axes: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
-        found: list[tuple[int, tuple[str, ...]]] = []
+        merged: list[tuple[int, tuple[str, ...]]] = []
         for axis in axes:
             size, cut = view.shape[axis], names[axis]
-            # Whole axes that follow a cut one are one axis with it.
-            if found and not cut:
-                size, cut = found[-1][0] * size, found.pop()[1]
-            found.append((size, cut))
-        return found
+            # A cut axis and whole ones after it become one axis.
+            if merged and not cut:
+                size, cut = merged[-1][0] * size, merged.pop()[1]
+            merged.append((size, cut))
+        return merged
 
     inner = (*factors(view.reduction), *factors(view.output))
     batch = {name for axis in view.batch for name in names[axis]}
@@ -110,13 +110,13 @@ def cut_of(
 def local_view(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> MatrixView:
-    """The view of what one device holds of the leaf."""
+    """Returns the view of the block that one device holds of the leaf."""
     shape = (size // n for size, n in blocks_along(view.shape, spec, mesh))
     return dataclasses.replace(view, shape=tuple(shape))
 
 
 def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
-    """Numbers of the devices in the mesh, as `(groups, members)`."""
+    """Returns the numbers of devices in the mesh, as `(groups, members)`."""
     names = [name for name, size in mesh.items() if size > 1]
     # As `axis_index` over all axes numbers them: the first axis is the major one.
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
@@ -126,12 +126,12 @@ def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
 
 
 def exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sends `x[i]` to device `i` along the axes, and has what each sent here."""
+    """Sends `x[i]` to device `i` along the axes; returns what each sent here."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 
 def joined(blocks: jax.Array, owned: OwnedStack, mesh: Mapping[Any, int]) -> jax.Array:
-    """Blocks from all devices `(devices, count, *block)` as `(count, *matrix)`."""
+    """Joins blocks from devices, `(devices, count, *block)`, to `(count, *matrix)`."""
     shape, order = _factors(blocks.shape[1], owned.cut, mesh)
     ordered = [n for _, n in sorted(zip(order, shape, strict=True))]
     return blocks.reshape(ordered).transpose(order).reshape(-1, *owned.cut.shape)
@@ -149,7 +149,7 @@ def parted(
 def _factors(
     count: int, cut: Cut, mesh: Mapping[Any, int]
 ) -> tuple[list[int], list[int]]:
-    """The axes of `(count, *matrix)` as factors, and the place of each in blocks.
+    """Returns the axes of `(count, *matrix)` as factors, and their places in blocks.
 
     A factor is split into its devices times a block. In blocks devices come first, in
     the order of the mesh, and then the matrices.
@@ -164,9 +164,9 @@ def _factors(
 
 
 class Work(NamedTuple):
-    """The matrices of a stack, as they are shared out.
+    """The matrices of a stack, which are to get owners.
 
-    - `matrices`: how many a group of devices shares out.
+    - `matrices`: how many each group of devices has to iterate.
     - `cost`: of each.
     - `entries`: of each.
     - `groups`: numbers of devices `(groups, members)`; every group does alike.
@@ -178,11 +178,11 @@ class Work(NamedTuple):
     groups: np.ndarray
 
 
-def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
+def assign_owners(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
-    Returns counts alone, of each stack how many each member has: matrices go to
-    members in their order, so that the counts say which.
+    Returns, for each stack, how many each member has. Members take matrices in order,
+    so the counts say which.
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
@@ -191,16 +191,16 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)
-    # Every device is sent as much as the one that is sent most. So a device may be sent
-    # the mean and one matrix more at most: matrices with a short side, which are cheap
-    # for their bytes, would gather on one device to even out its work. If all may take
-    # all, one device has the mean or less, so that there always is one with room.
+    # An all-to-all sends every device as much as the one that gets most. So a device
+    # gets at most the mean and one matrix; else matrices with a short side, which are
+    # cheap for their bytes, would collect on one device. If all may take all, one
+    # device has the mean or less, and room.
     most = (
         max(stack.entries for stack in stacks)
         + sum(stack.matrices * stack.entries * len(stack.groups) for stack in stacks)
         / devices
     )
-    loads, sent, found = np.zeros(devices), np.zeros(devices), {}
+    loads, sent, counts_of_stack = np.zeros(devices), np.zeros(devices), {}
     for i in by_cost([stack.cost for stack in stacks]):
         count, cost, entries, groups = stacks[i]
         order = rank[groups].min(axis=0)
@@ -212,10 +212,10 @@ def share_out(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
             taken[chosen] += 1
             loads[groups[:, chosen]] += float(cost)
             sent[groups[:, chosen]] += entries
-        found[i] = taken
-    return [found[i] for i in range(len(stacks))]
+        counts_of_stack[i] = taken
+    return [counts_of_stack[i] for i in range(len(stacks))]
 
 
 def by_cost(costs: Sequence[float]) -> list[int]:
-    """Indices, the most expensive first."""
+    """Returns indices, the most expensive first."""
     return sorted(range(len(costs)), key=lambda i: -costs[i])

@@ -5,7 +5,7 @@ stack, a device that owns few matrices of one would be sent padding. Here all th
 owner gets of some stacks is one parcel, and parcels are as even as the work is:
 
     blocks -> units -> parcels, one for each owner -> all_to_all -> the owner's parcel,
-    where every matrix gives way to what it becomes, and the same backwards
+    where every matrix is iterated in place, and the same backwards
 """
 
 import math
@@ -21,11 +21,11 @@ from .._newton_schulz.solver import Solver
 from .owners import exchanged, joined, OwnedStack, parted
 
 
-#: What a TPU stores side by side: blocks that it divides are moved without a copy.
+#: A tile of a TPU's memory. Blocks of whole tiles are moved without a copy.
 TILE = (8, 128)
 
-#: The most units of blocks that no tile divides, unless they are padded to whole tiles:
-#: each takes a number in the program.
+#: Blocks that no tile divides are padded to whole tiles if they have more units than
+#: this, since each unit takes a number in the program.
 MOST_UNITS = 2**12
 
 
@@ -34,7 +34,7 @@ class Contents(NamedTuple):
 
     - `units`: of a block.
     - `step`: the matrices that are iterated at once.
-    - `first`: the unit of each owner's parcel where they begin.
+    - `first`: the unit of each owner's parcel where the stack begins.
     - `trips`: how often each owner iterates `step` of them.
     """
 
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
 
 
 class Parcels:
-    """One exchange of several stacks whose matrices the same devices share out.
+    """One exchange of several stacks whose matrices the same devices divide.
 
     Arrays of a parcel are `(devices, units, *unit)`: its owner has as many units from
     each device that has blocks of them.
@@ -62,31 +62,31 @@ class Parcels:
         self.dtype = solver.wire_dtype(stacks[0].stack.dtype)
         blocks = [x.block for x in stacks]
         self.unit = _unit_of(blocks, [x.stack.count for x in stacks])
-        # Parcel by parcel the units, of all that a device has of the stacks in order,
-        # and -1 for padding.
-        rows: list[list[int]] = [[] for _ in stacks[0].counts]
-        ends, self.contents, start = [0] * len(rows), [], 0
+        # The units of each parcel, numbered through a device's blocks of all stacks; -1
+        # is padding.
+        parcels: list[list[int]] = [[] for _ in stacks[0].counts]
+        sent, self.contents, start = [0] * len(parcels), [], 0
         for stack, block in zip(stacks, blocks, strict=True):
             units = -(-math.prod(block) // math.prod(self.unit))
             counts = stack.counts
             most = max(1, int(counts.max()))
             step = solver.batch_size(stack.cut.shape, most, bool(cut.sharded))
             trips = -(-counts // step)
-            first = np.array([len(row) for row in rows], np.int32)
+            first = np.array([len(parcel) for parcel in parcels], np.int32)
             self.contents.append(Contents(stack, units, step, first, trips))
-            for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            for i, (parcel, count) in enumerate(zip(parcels, counts, strict=True)):
                 stop = start + int(count) * units
-                row += range(start, stop)
-                ends[i] = len(row) if count else ends[i]
-                row += [-1] * (int(trips[i]) * step - int(count)) * units
+                parcel += range(start, stop)
+                sent[i] = len(parcel) if count else sent[i]
+                parcel += [-1] * (int(trips[i]) * step - int(count)) * units
                 start = stop
-        #: The units of a parcel as it is sent, and as its owner iterates it: the last
-        #: matrices may be fewer than are iterated at once.
-        self.sent, self.kept = max(1, *ends), max(1, *map(len, rows))
-        index = np.full((len(rows), self.sent), -1, np.int32)
-        for line, row in zip(index, rows, strict=True):
-            line[: min(len(row), self.sent)] = row[: self.sent]
-        # An empty unit may be any.
+        #: The units of a parcel as it is sent, and as its owner iterates it, with the
+        #: last matrices padded to as many as are iterated at once.
+        self.sent, self.kept = max(1, *sent), max(1, *map(len, parcels))
+        index = np.full((len(parcels), self.sent), -1, np.int32)
+        for line, parcel in zip(index, parcels, strict=True):
+            line[: min(len(parcel), self.sent)] = parcel[: self.sent]
+        # Padding may hold any unit.
         self.index = np.maximum(index, 0)
         filled = np.flatnonzero(index >= 0)
         self.back = np.empty(len(filled), np.int32)
@@ -99,7 +99,7 @@ class Parcels:
     @property
     def trips(self) -> list[np.ndarray]:
         """How often each owner iterates some matrices of each stack."""
-        return [of.trips for of in self.contents]
+        return [contents.trips for contents in self.contents]
 
     @property
     def entries(self) -> int:
@@ -107,7 +107,7 @@ class Parcels:
         return self.sent * math.prod(self.unit)
 
     def arrive(self, leaves: Sequence[Sequence[jax.Array]]) -> jax.Array:
-        """The parcel of this device, from its blocks `(count, *block)`."""
+        """Sends blocks `(count, *block)`, and returns the parcel of this device."""
         units = [self._divided(x) for blocks in leaves for x in blocks]
         x = jnp.concatenate([x.reshape(-1, *self.unit) for x in units])
         copies = math.prod(self.mesh[a] for a in self.replicated)
@@ -120,39 +120,41 @@ class Parcels:
         return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * len(self.unit)])
 
     def iterate(self, parcel: jax.Array) -> jax.Array:
-        """Every matrix of a parcel gives way to what it becomes."""
+        """Orthogonalizes every matrix of a parcel in place."""
         members = self.replicated + self.sharded
-        for of in self.contents:
-            size = of.step * of.units
-            first, trips = (_at(x, members) for x in (of.first, of.trips))
+        for contents in self.contents:
+            size = contents.step * contents.units
+            first, trips = (_here(x, members) for x in (contents.first, contents.trips))
 
-            def replace(i: Any, parcel: jax.Array, of=of, size=size, first=first):
-                at = first + i * size
-                x = jax.lax.dynamic_slice_in_dim(parcel, at, size, axis=1)
-                # Without it what prepares a matrix would store it in float32.
-                x = jax.lax.optimization_barrier(self._matrices(x, of))
+            def replace(
+                i: Any, parcel: jax.Array, contents=contents, size=size, first=first
+            ):
+                offset = first + i * size
+                x = jax.lax.dynamic_slice_in_dim(parcel, offset, size, axis=1)
+                # Without the barrier preparation would store a matrix in float32.
+                x = jax.lax.optimization_barrier(self._matrices(x, contents))
                 x = self.solver.orthogonalize(x).astype(parcel.dtype)
-                x = self._blocks(x, of)
-                return jax.lax.dynamic_update_slice_in_dim(parcel, x, at, axis=1)
+                x = self._blocks(x, contents)
+                return jax.lax.dynamic_update_slice_in_dim(parcel, x, offset, axis=1)
 
-            with jax.named_scope(of.stack.name):
+            with jax.named_scope(contents.stack.name):
                 parcel = jax.lax.fori_loop(0, trips, replace, parcel)
         return parcel
 
     def depart(self, parcel: jax.Array) -> list[jax.Array]:
-        """The inverse of `arrive`: of each stack `(count, *block)`."""
+        """The inverse of `arrive`: returns `(count, *block)` of each stack."""
         x = exchanged(parcel[:, : self.sent], self.sharded)
         x = x.reshape(-1, *self.unit)
         if self.replicated:
             x = gather_everywhere(x, self.replicated, axis=0, tiled=True)
-        found, start = [], 0
-        for of in self.contents:
-            stop = start + of.stack.stack.count * of.units
+        blocks, start = [], 0
+        for contents in self.contents:
+            stop = start + contents.stack.stack.count * contents.units
             y = jnp.take(x, self.back[start:stop], axis=0)
-            y = y.reshape(-1, of.units, *self.unit)
-            found.append(self._united(y, of.stack.block))
+            y = y.reshape(-1, contents.units, *self.unit)
+            blocks.append(self._united(y, contents.stack.block))
             start = stop
-        return found
+        return blocks
 
     def _divided(self, x: jax.Array) -> jax.Array:
         """`(..., *block)` to `(..., units, *unit)`."""
@@ -183,19 +185,19 @@ class Parcels:
             x = x.reshape(*lead, rows // p, columns // q, p, q).swapaxes(-3, -2)
         return x.reshape(*lead, *block)
 
-    def _matrices(self, x: jax.Array, of: Contents) -> jax.Array:
+    def _matrices(self, x: jax.Array, contents: Contents) -> jax.Array:
         """`(devices, step * units, *unit)` to `(step, *matrix)`."""
-        x = x.reshape(-1, of.step, of.units, *self.unit)
-        return joined(self._united(x, of.stack.block), of.stack, self.mesh)
+        x = x.reshape(-1, contents.step, contents.units, *self.unit)
+        return joined(self._united(x, contents.stack.block), contents.stack, self.mesh)
 
-    def _blocks(self, x: jax.Array, of: Contents) -> jax.Array:
+    def _blocks(self, x: jax.Array, contents: Contents) -> jax.Array:
         """The inverse of `_matrices`."""
-        x = self._divided(parted(x, of.stack, self.mesh))
-        return x.reshape(-1, of.step * of.units, *self.unit)
+        x = self._divided(parted(x, contents.stack, self.mesh))
+        return x.reshape(-1, contents.step * contents.units, *self.unit)
 
 
 def _unit_of(blocks: Sequence[tuple[int, int]], counts: Sequence[int]) -> tuple:
-    """The unit of all blocks: a block, some tiles, or some entries."""
+    """Returns the unit of all blocks: a block, some tiles, or some entries."""
     if len({*blocks}) == 1:
         return blocks[0]
     sizes = [*map(math.prod, blocks)]
@@ -211,8 +213,8 @@ def _is_tiled(block: tuple[int, int]) -> bool:
     return not any(n % size for n, size in zip(block, TILE, strict=True))
 
 
-def _at(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
-    """This device's number: one that is known if it is that of all."""
+def _here(numbers: np.ndarray, members: tuple[str, ...]) -> Any:
+    """Returns this device's number, a Python number if all devices have the same."""
     if (numbers == numbers[0]).all():
         return int(numbers[0])
     return jnp.asarray(numbers)[jax.lax.axis_index(members)]

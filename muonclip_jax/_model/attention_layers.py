@@ -13,6 +13,7 @@ from .._parameters import names, paths
 from .._parameters.fit import check_params
 from .._parameters.layer_stacks import IN_FRONT, StackAxes
 from .._parameters.leaf_rules import ByNames
+from .._parameters.names import LATENT_KEY_NORM, LATENT_QUERY_NORM, QK_NORM
 from .._parameters.paths import is_masked
 from .head_leaf import HeadLeaf
 from .owned_leaf import OwnedLeaf
@@ -134,35 +135,35 @@ def flax_attention_layers(
     return _by_names(ByNames(paths.flatten(params), stack_axes))
 
 
-def _by_names(reading: ByNames) -> list[AttentionLayer]:
-    modules, leaf_at = {}, reading.leaf_at
+def _by_names(named: ByNames) -> list[AttentionLayer]:
+    modules, leaf_at = {}, named.leaf_at
     for path in leaf_at:
         # A mask may hide a whole projection; only its name is then left. If the mask
         # shows the key, the hidden leaf need not be a projection.
-        is_one = path[-1:] == ("query",) and path in leaf_at.hidden
-        module = path[:-1] if is_one else path[:-2]
+        is_hidden = path[-1:] == ("query",) and path in leaf_at.hidden
+        module = path[:-1] if is_hidden else path[:-2]
         # A query without a key is not attention: search models have one, too.
         key = (*module, "key", "kernel")
-        is_query = is_one or path[-2:] == ("query", "kernel")
-        if is_query and key in leaf_at and (not is_one or is_masked(leaf_at[key])):
+        is_query = is_hidden or path[-2:] == ("query", "kernel")
+        if is_query and key in leaf_at and (not is_hidden or is_masked(leaf_at[key])):
             modules[module] = None
     layers = []
     for module in modules:
         leaves: dict[str, list[Leaf]] = {"query": [], "key": []}
         # A plain kernel lacks the axis of heads. Count one more axis, so that it does
         # not fit and QK-Clip refuses it. Otherwise its features would pass for layers.
-        is_plain = reading.lacks_heads((*module, "query", "kernel"))
-        for role, found in leaves.items():
+        is_plain = named.lacks_heads((*module, "query", "kernel"))
+        for role, members in leaves.items():
             for name, ndim in (("kernel", 3), ("bias", 2)):
                 path = (*module, role, name)
                 if path in leaf_at:
                     rank = len(getattr(leaf_at[path], "shape", ()))
                     # Per leaf, since a stack in the last axis begins at different axes
                     # of a kernel and its bias.
-                    start = reading.stacks[path].start if path in reading.stacks else 0
+                    start = named.stacks[path].start if path in named.stacks else 0
                     ndim = rank + 1 if is_plain and rank else ndim
-                    found.append(HeadLeaf(f"{role}/{name}", ndim, stack_axis=start))
-        roles = {role: tuple(found) for role, found in leaves.items()}
+                    members.append(HeadLeaf(f"{role}/{name}", ndim, stack_axis=start))
+        roles = {role: tuple(members) for role, members in leaves.items()}
         layers.append(AttentionLayer("/".join(module), **roles))
     _check_no_others(layers, leaf_at)
     _check_not_normalized(layers, leaf_at)
@@ -171,16 +172,16 @@ def _by_names(reading: ByNames) -> list[AttentionLayer]:
 
 def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) -> None:
     """Raises if a projection has leaves besides its kernel and its bias."""
-    owner = {layer.path_of(leaf): layer for layer in layers for leaf in layer.leaves}
-    owner_of = {path[:-1]: layer for path, layer in owner.items()}
+    by_leaf = {layer.path_of(leaf): layer for layer in layers for leaf in layer.leaves}
+    by_module = {path[:-1]: layer for path, layer in by_leaf.items()}
     strays: dict[AttentionLayer, list[paths.Path]] = {}
     for path in leaf_at:
-        found = [owner_of.get(path[:n]) for n in range(1, len(path))]
+        touched = [by_module.get(path[:n]) for n in range(1, len(path))]
         # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` next to `query`:
         # the path of the kernel with one more module in it.
         n = path.index("kernel") + 1 if "kernel" in path[:-1] else 0
-        found += [owner.get(path[:i] + path[i + 1 : n]) for i in range(n - 2)]
-        for layer in found if path not in owner else ():
+        touched += [by_leaf.get(path[:i] + path[i + 1 : n]) for i in range(n - 2)]
+        for layer in touched if path not in by_leaf else ():
             strays.setdefault(layer, []).append(path) if layer else None
     for layer, others in strays.items():
         # A gain, a mask or an adapter may undo the scaling, or need the same scaling.
@@ -202,21 +203,21 @@ def find_layers(
     missing, if two layers have one path, or if QK-Clip cannot act on a layer.
     """
     if attention is None:
-        reading = ByNames(tree)
-        layers = _by_names(reading)
-        _check_none_overlooked(reading, layers)
+        named = ByNames(tree)
+        layers = _by_names(named)
+        _check_none_overlooked(named, layers)
         return layers
     # A single layer is a named tuple, and would pass for a sequence.
-    found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
-    if callable(found):
-        found = found(tree.rebuilt())
+    given: Any = [attention] if isinstance(attention, AttentionLayer) else attention
+    if callable(given):
+        given = given(tree.rebuilt())
     wanted = (
         "attention= must be a sequence of mc.AttentionLayer, or a function from params "
         "to one"
     )
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ValueError(f"{wanted}; got {shown(found)}")
-    for layer in found:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"{wanted}; got {shown(given)}")
+    for layer in given:
         if not isinstance(layer, AttentionLayer):
             raise ValueError(f"{wanted}; got a sequence with {layer!r}")
         for role in ROLES:
@@ -234,9 +235,9 @@ def find_layers(
             raise ValueError(
                 f"attention layer '{show_layer(layer)}' names no {lacks[0]}"
             )
-    layers, leaf_at = list(found), tree.by_path()
-    named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
-    if absent := [path for path in named if path not in leaf_at]:
+    layers, leaf_at = list(given), tree.by_path()
+    leaf_paths = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
+    if absent := [path for path in leaf_paths if path not in leaf_at]:
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
@@ -250,72 +251,60 @@ def find_layers(
     return layers
 
 
-_QK = "(query|q|key|k|qk|querykey|queries|keys)"
-_NORM = (
-    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
-)
-# Norms of query and key after their projection (arXiv:2302.05442), spelled as in Flax,
-# Gemma, Qwen and diffusers: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
-_QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
-# Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
-# of key and value. They come before the heads, so scaling the up-projections works.
-_OF_LATENT_QUERY = re.compile(f"q{_NORM}|{_NORM}q")
-_OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
-
-
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
     """Raises if a norm next to a layer's projections is not one of its leaves."""
-    of_paths = {name for path in leaf_at for name in path}
-    letters = {name: re.sub(r"[^a-z]", "", name.lower()) for name in of_paths}
+    all_names = {name for path in leaf_at for name in path}
+    letters = {name: re.sub(r"[^a-z]", "", name.lower()) for name in all_names}
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
         for depth, name in enumerate(path):
-            if _QK_NORM.fullmatch(x := letters[name]) or _OF_LATENT_KEY.fullmatch(x):
+            if QK_NORM.fullmatch(x := letters[name]) or LATENT_KEY_NORM.fullmatch(x):
                 norms.setdefault(path[:depth], {})[name] = x
     strays: dict[str, list[str]] = {}
     for layer in layers if norms else ():
         leaves = [layer.path_of(leaf) for leaf in layer.leaves]
         if all(is_masked(leaf_at[path]) for path in leaves):
             continue
-        own = {path[:n] for path in leaves for n in range(len(path) + 1)}
+        leaf_prefixes = {path[:n] for path in leaves for n in range(len(path) + 1)}
         depth = len(paths.split(layer.path))
         for module in {path[:n] for path in leaves for n in range(depth, len(path))}:
-            here = norms.get(module, {})
-            of_key = {name for name, x in here.items() if _OF_LATENT_KEY.fullmatch(x)}
-            # `q_norm` may be either kind. It belongs to the latent query if the layer
-            # is latent attention, or has the norm of the latent key and value.
-            is_latent = bool(layer.rotary_query or of_key)
+            nearby = norms.get(module, {})
+            key_norms = {k for k, x in nearby.items() if LATENT_KEY_NORM.fullmatch(x)}
+            # Norms of latents come before the up-projections, whose scaling works. A
+            # `q_norm` is the latent query's if the layer is latent attention, or has
+            # the norm of the latent key and value.
+            is_latent = bool(layer.rotary_query or key_norms)
             strays[layer.path] = strays.get(layer.path, []) + [
                 name
-                for name, x in here.items()
-                if name not in of_key and (*module, name) not in own
-                if not (is_latent and _OF_LATENT_QUERY.fullmatch(x))
+                for name, x in nearby.items()
+                if name not in key_norms and (*module, name) not in leaf_prefixes
+                if not (is_latent and LATENT_QUERY_NORM.fullmatch(x))
             ]
     if any(strays.values()):
         # Without this error the statistics would stay, and the kernels would shrink
         # at every step.
         modules = [paths.show_module(paths.split(x)) for x in strays if strays[x]]
-        found = sorted({name for each in strays.values() for name in each})
+        norm_names = sorted({name for each in strays.values() for name in each})
         raise ValueError(
             f"QK-Clip cannot act on {', '.join(map(repr, modules))}: query and key are "
-            f"normalized after the projection ({', '.join(found)}), so scaling their "
-            f"weights leaves the logits as they are. With {READ_IT} QK-Clip scales "
-            "the gains of the norms, if the logits are linear in them; otherwise use "
-            "mc.muon"
+            f"normalized after the projection ({', '.join(norm_names)}), so scaling "
+            f"their weights leaves the logits as they are. With {READ_IT} QK-Clip "
+            "scales the gains of the norms, if the logits are linear in them; "
+            "otherwise use mc.muon"
         )
 
 
-def _check_none_overlooked(reading: ByNames, layers: Sequence[AttentionLayer]) -> None:
+def _check_none_overlooked(named: ByNames, layers: Sequence[AttentionLayer]) -> None:
     """Raises if names show attention that the search for Flax's names missed."""
     # Without this error the model would train, and no head would ever be clipped.
-    known = {paths.split(layer.path) for layer in layers}
+    layer_paths = {paths.split(layer.path) for layer in layers}
     overlooked = []
-    for path, own in reading.own.items():
+    for path, tree_path in named.tree_path_of.items():
         # Search models have a query, too. With a key next to it, it is attention.
         is_query = path[-2:] == ("query", "kernel")
-        is_query &= (*path[:-2], "key", "kernel") in reading.own
+        is_query &= (*path[:-2], "key", "kernel") in named.tree_path_of
         # Gemma in DeepMind's library and its ports: one einsum for key and value, or
         # for all three.
         is_query |= "".join(path[-2:-1]) in ("q_einsum", "qkv_einsum")
@@ -324,10 +313,10 @@ def _check_none_overlooked(reading: ByNames, layers: Sequence[AttentionLayer]) -
         is_query |= names.is_low_rank(path) and any(
             names.projection(name) == "query" for name in path[-3:-1]
         )
-        is_known = any(path[:n] in known for n in (len(path) - 2, len(path) - 3))
-        is_hidden = is_masked(reading.leaf_at[own])
-        if is_query and own[-2:] != ("query", "kernel") and not is_known | is_hidden:
-            overlooked.append(own)
+        is_known = any(path[:n] in layer_paths for n in (len(path) - 2, len(path) - 3))
+        is_known |= tree_path[-2:] == ("query", "kernel")
+        if is_query and not (is_known or is_masked(named.leaf_at[tree_path])):
+            overlooked.append(tree_path)
     if overlooked:
         raise ValueError(
             "by names QK-Clip finds only modules called query and key, as in stock "

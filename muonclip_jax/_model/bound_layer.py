@@ -18,13 +18,13 @@ class LeafInRole(NamedTuple):
     layer: "BoundLayer"
     path: Path
     leaf: OwnedLeaf
-    row: tuple[int, ...]  # (*stack, heads) of the leaf
+    row_shape: tuple[int, ...]  # (*stack, heads) of the leaf
     role: str
 
     @property
     def is_whole(self) -> bool:
         """Whether every head of every layer of the stack has entries of its own."""
-        return self.row == self.layer.shape
+        return self.row_shape == self.layer.shape
 
     def meets(self, other: "LeafInRole") -> bool:
         """Whether both use some entry of the same leaf."""
@@ -35,8 +35,8 @@ class LeafInRole(NamedTuple):
 
         Heads are numbered in the row of all layers. Heads with one key are in a run.
         """
-        shape, depth = self.layer.shape, len(self.row) - 1
-        group = max(1, shape[-1] // max(1, self.row[-1]))
+        shape, depth = self.layer.shape, len(self.row_shape) - 1
+        group = max(1, shape[-1] // max(1, self.row_shape[-1]))
         heads = np.arange(math.prod(shape)).reshape(shape)
         heads = heads[..., np.arange(shape[-1]) // group * group] + self.layer.start
         # All layers along the axes that the leaf lacks share it.
@@ -47,8 +47,8 @@ class LeafInRole(NamedTuple):
         """Returns a value per group of heads that share entries, `(*stack, heads)`."""
         if self.is_whole:
             return row
-        at = np.unique(self.first_heads()) - self.layer.start
-        return row.ravel()[at].reshape(self.row)
+        firsts = np.unique(self.first_heads()) - self.layer.start
+        return row.ravel()[firsts].reshape(self.row_shape)
 
 
 class BoundLayer:
@@ -74,14 +74,14 @@ class BoundLayer:
         self.threshold = layer.threshold
         # The number of the layer, and of its first head in the row of all heads.
         self.index, self.start = index, start
-        own = map(layer.path_of, layer.leaves)
-        shapes = {path: tuple(leaf_at[path].shape) for path in own}
+        leaf_paths = map(layer.path_of, layer.leaves)
+        shapes = {path: tuple(leaf_at[path].shape) for path in leaf_paths}
         self.leaves = ", ".join(f"'{show(path)}' {x}" for path, x in shapes.items())
         self.uses: list[LeafInRole] = []
         for role in ROLES:
-            for given in getattr(layer, role):
-                path = layer.path_of(given)
-                if leaf := given.owned(shapes[path]):
+            for described in getattr(layer, role):
+                path = layer.path_of(described)
+                if leaf := described.owned(shapes[path]):
                     stack = (shapes[path][axis] for axis in leaf.stack)
                     row = (*stack, leaf.heads)
                     self.uses.append(LeafInRole(self, path, leaf, row, role))
@@ -89,8 +89,8 @@ class BoundLayer:
         #: all layers of the stack share it.
         self.shape: tuple[int, ...] = shape
         if self.uses:
-            stack = max((use.row[:-1] for use in self.uses), key=len)
-            self.shape = (*stack, max(use.row[-1] for use in self.uses))
+            stack = max((use.row_shape[:-1] for use in self.uses), key=len)
+            self.shape = (*stack, max(use.row_shape[-1] for use in self.uses))
         if len(self.uses) < len(layer.leaves) or not all(map(self._fits, self.uses)):
             # The error names Flax's layout, because another layout (such as features
             # last) is the likely cause: the numbers of heads then disagree.
@@ -106,8 +106,8 @@ class BoundLayer:
         self.is_shared = all(x.is_of_all for x in of_query) and bool(self.uses)
 
     def _fits(self, use: LeafInRole) -> bool:
-        heads, own = self.shape[-1], use.row[-1]
-        is_part = self.shape[: len(use.row) - 1] == use.row[:-1]
+        heads, of_leaf = self.shape[-1], use.row_shape[-1]
+        is_part = self.shape[: len(use.row_shape) - 1] == use.row_shape[:-1]
         # Groups of query heads may share keys, and all heads may share any leaf.
-        is_count = use.role == "key" or own in (1, heads)
-        return is_part and is_count and (heads % own == 0 if own else not heads)
+        is_count = use.role == "key" or of_leaf in (1, heads)
+        return is_part and is_count and (heads % of_leaf == 0 if of_leaf else not heads)

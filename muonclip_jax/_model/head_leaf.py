@@ -84,18 +84,18 @@ class HeadLeaf(NamedTuple):
         # become one axis again below.
         named = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
         head_ids = np.full([n if i in named else 1 for i, n in enumerate(view)], -1)
-        meant = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
+        slices = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
         # `head_axes` says in which order heads are counted; the leaf may have another.
-        counts = [head_ids[meant].shape[i] for i in self.head_axes]
+        counts = [head_ids[slices].shape[i] for i in self.head_axes]
         heads = np.arange(math.prod(counts)).reshape(counts)
         order = sorted(range(len(counts)), key=self.head_axes.__getitem__)
         others = tuple(i for i in range(rank) if i - rank not in self.head_axes)
-        head_ids[meant] = np.expand_dims(heads.transpose(order), others)
+        head_ids[slices] = np.expand_dims(heads.transpose(order), others)
         if self.split:
             before, after = head_ids.shape[: split.start], head_ids.shape[stop:]
             head_ids = head_ids.reshape(*before, -1, *after)
-        at = tuple(range(stack.start, stack.start + stack.depth))
-        return OwnedLeaf(self.path, at, head_ids, heads.size, self.axis is None)
+        stack_axes = tuple(range(stack.start, stack.start + stack.depth))
+        return OwnedLeaf(self.path, stack_axes, head_ids, heads.size, self.axis is None)
 
     @property
     def head_axes(self) -> tuple[int, ...]:
@@ -112,11 +112,11 @@ class HeadLeaf(NamedTuple):
 
     def _view(self, shape: Shape) -> Shape:
         """Returns the shape of one layer after `split`."""
-        at = len(shape) + self.split_axis
-        known = math.prod(part for part in self.split if part != -1)
-        sizes = (shape[at] // known if part == -1 else part for part in self.split)
+        axis = len(shape) + self.split_axis
+        product = math.prod(part for part in self.split if part != -1)
+        sizes = (shape[axis] // product if part == -1 else part for part in self.split)
         return (
-            *shape[:at],
-            *(sizes if self.split else shape[at : at + 1]),
-            *shape[at + 1 :],
+            *shape[:axis],
+            *(sizes if self.split else shape[axis : axis + 1]),
+            *shape[axis + 1 :],
         )

@@ -59,28 +59,28 @@ class Knowledge(NamedTuple):
         for layer in layers:
             for leaf in layer.leaves:
                 path = layer.path_of(leaf)
-                own = described.setdefault(path, [])
+                descriptions = described.setdefault(path, [])
                 is_hidden = paths.is_masked(leaf_at[path])
                 # If a leaf does not fit, QK-Clip's `init` says why.
                 if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
                     # The parts of a query with and without a rotary embedding are one
                     # head, so `query` and `rotary_query` are not distinguished.
-                    own.append((leaf in layer.key, owned))
-        found = resolve_verdicts(numbers, tree, self.read, described=described)
-        # Those of all that was read, since a mask may hide what shows the heads.
+                    descriptions.append((leaf in layer.key, owned))
+        verdicts = resolve_verdicts(numbers, tree, self.read, described=described)
+        # From all params that were read, since a mask may hide what shows the heads.
         named = self.model.heads_by_name if self.model is not None else {}
-        return split_heads(tree, found, described, named, must)
+        return split_heads(tree, verdicts, described, named, must)
 
     def labels(self, tree: paths.PathedTree) -> list[str]:
         """Returns the label of each leaf, as for [`param_labels`][]."""
         read, labels = self.read(tree), []
-        found = resolve_verdicts(self.dimension_numbers, tree, lambda _: read)
-        for path, _, verdict in tree.rows(found):
+        verdicts = resolve_verdicts(self.dimension_numbers, tree, lambda _: read)
+        for path, _, verdict in tree.rows(verdicts):
             # A leaf that the user gives to AdamW may be a table or a head all the same.
-            own = read[path]
+            prior = read[path]
             is_adamw = verdict.source == "given" and verdict.label == "vector"
-            is_kept = is_adamw and own.numbers is None and own.label != FROZEN
-            labels.append(own.label if is_kept else verdict.label)
+            is_kept = is_adamw and prior.numbers is None and prior.label != FROZEN
+            labels.append(prior.label if is_kept else verdict.label)
         return labels
 
     def layers(
@@ -99,8 +99,8 @@ class Knowledge(NamedTuple):
             if self.attention is None:
                 # Leaves that the params lack count as hidden by a mask.
                 hidden = dict.fromkeys(self.model.verdicts, MaskedNode())
-                every = [*self.model.attention, *self.watched]
-                return every, paths.LeafAt(hidden | leaf_at)
+                layers = [*self.model.attention, *self.watched]
+                return layers, paths.LeafAt(hidden | leaf_at)
         return find_layers(self.attention, tree), leaf_at
 
     @property

@@ -40,8 +40,8 @@ def matrix_mask(
     """
     check_params("matrix_mask(params)", params)
     tree = paths.flatten(paths.params_of(params))
-    known = knowledge_of(model, None, dimension_numbers)
-    numbers = [verdict.numbers for verdict in known.verdicts(tree)]
+    knowledge = knowledge_of(model, None, dimension_numbers)
+    numbers = [verdict.numbers for verdict in knowledge.verdicts(tree)]
     return tree.unflatten(x is not None and not paths.is_masked(x) for x in numbers)
 
 
@@ -93,5 +93,5 @@ def param_labels(
     """
     check_params("param_labels(params)", params)
     tree = paths.flatten(paths.params_of(params))
-    known = knowledge_of(model, None, dimension_numbers)
-    return tree.unflatten(known.labels(tree))
+    knowledge = knowledge_of(model, None, dimension_numbers)
+    return tree.unflatten(knowledge.labels(tree))

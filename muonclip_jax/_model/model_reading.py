@@ -34,7 +34,7 @@ class LayerRead(NamedTuple):
         return f"{paths.show_module(self.path)} at {self.lines[0]}"
 
     @property
-    def said(self) -> str:
+    def full_refusal(self) -> str:
         """Where it is, and why it cannot be scaled."""
         return f"{self.where}: {self.refusal}"
 
@@ -99,7 +99,7 @@ class ModelReading:
     @property
     def verdicts(self) -> Mapping[paths.Path, Verdict]:
         """The verdict on each parameter, by its path."""
-        return {path: said for path, _, said in self._tree.rows(self._verdicts)}
+        return {path: verdict for path, _, verdict in self._tree.rows(self._verdicts)}
 
     @property
     def heads_by_name(self) -> Mapping[paths.Path, Verdict]:
@@ -115,34 +115,35 @@ class ModelReading:
     @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
-        layers = (x.said for x in self.layers if x.layer is None)
+        layers = (x.full_refusal for x in self.layers if x.layer is None)
         return (*layers, *self._hidden)
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
         """The part of `refused` whose logits are not even known: where, and why."""
-        layers = (x.said for x in self.layers if x.shape is None)
+        layers = (x.full_refusal for x in self.layers if x.shape is None)
         return (*layers, *self._hidden)
 
     def table(self, *, collapse: bool = True) -> Table:
         """Returns the printed table; `collapse=False` lists every leaf and layer."""
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
         # The verdict by names, where it differs.
-        tree, said = self._tree, ["names say"]
+        tree, names_say = self._tree, ["names say"]
         named = ByNames(tree).verdicts().values()
-        own = []
-        for path, leaf, v, name in tree.rows(self._verdicts, named):
-            axes, by_name = (_axes(x, len(leaf.shape)) for x in (v, name))
-            is_guess = not v.is_known or v.source == "unread"
-            label, shape = v.label + "?" * is_guess, str(tuple(leaf.shape))
-            use = v.use or v.kind
-            rows.append([paths.show(path), shape, label, axes, use, v.line or "-"])
-            why = f"{by_name} ({name.kind}{name.note})" if name.is_known else "nothing"
-            is_same = axes == by_name and name.is_known
-            said.append("" if is_same or is_guess else why)
-            own.append((label, math.prod(leaf.shape), 1))
-        if any(said[1:]):
-            rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
+        sizes = []
+        for path, leaf, verdict, by_name in tree.rows(self._verdicts, named):
+            axes, named_axes = (_axes(x, len(leaf.shape)) for x in (verdict, by_name))
+            is_guess = not verdict.is_known or verdict.source == "unread"
+            label, shape = verdict.label + "?" * is_guess, str(tuple(leaf.shape))
+            use, line = verdict.use or verdict.kind, verdict.line or "-"
+            rows.append([paths.show(path), shape, label, axes, use, line])
+            why = f"{named_axes} ({by_name.kind}{by_name.note})"
+            cell = why if by_name.is_known else "nothing"
+            is_same = axes == named_axes and by_name.is_known
+            names_say.append("" if is_same or is_guess else cell)
+            sizes.append((label, math.prod(leaf.shape), 1))
+        if any(names_say[1:]):
+            rows = [[*row, cell] for row, cell in zip(rows, names_say, strict=True)]
         collapse = check_flag("collapse", collapse)
         layers, why = [], []
         try:
@@ -156,8 +157,8 @@ class ModelReading:
             why = [[str(error)]]
         layers = collapsed(layers) if collapse else layers
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
-        labels = sorted({label for label, *_ in own})
-        by_label = totals(("label", "leaves"), own, labels, "all")
+        labels = sorted({label for label, *_ in sizes})
+        by_label = totals(("label", "leaves"), sizes, labels, "all")
         blocks = [aligned(attention) if layers else [], by_label, *why]
         return leaf_table(rows, blocks, model=self, collapse=collapse)
 
@@ -168,14 +169,14 @@ class ModelReading:
         return self.table()._repr_html_()
 
 
-_ROLES = {"query": "query", "key": "key", "rotary_query": "by the whole"}
+_ROLE_TEXTS = {"query": "query", "key": "key", "rotary_query": "by the whole"}
 
 
 def _layer_row(
     read: LayerRead, layer: BoundLayer, scaled: Collection[int]
 ) -> list[str]:
     roles = []
-    for role, name in _ROLES.items():
+    for role, name in _ROLE_TEXTS.items():
         uses = [use for use in layer.uses if use.role == role]
         stays = not any(id(use) in scaled for use in uses)
         name = f"the {name} stays:" if stays else name

@@ -69,7 +69,7 @@ class OwnedLeaf:
         if not is_deep or len(layer) != self.head_ids.ndim:
             return None
         pairs = zip(self.head_ids.shape, layer, strict=True)
-        return self if all(own in (1, n) for own, n in pairs) else None
+        return self if all(size in (1, n) for size, n in pairs) else None
 
     def is_apart_from(self, other: "OwnedLeaf") -> bool:
         """Whether two descriptions of one leaf have no entry in common."""
@@ -88,14 +88,14 @@ class OwnedLeaf:
         is a NumPy array if `of_heads` is.
         """
         # Entries without an owner read the first head's value; `where` replaces it.
-        at, xp = np.maximum(self.head_ids, 0), jnp
+        heads, xp = np.maximum(self.head_ids, 0), jnp
         if isinstance(of_heads, np.ndarray):
-            found, xp = of_heads[..., at], np
+            values, xp = of_heads[..., heads], np
         else:
             # Without the promise XLA clamps the indices or fills, at every update.
-            found = of_heads.at[..., at].get(mode="promise_in_bounds")
-        found = xp.where(self.head_ids < 0, rest, found)
-        return xp.moveaxis(found, range(len(self.stack)), self.stack)
+            values = of_heads.at[..., heads].get(mode="promise_in_bounds")
+        values = xp.where(self.head_ids < 0, rest, values)
+        return xp.moveaxis(values, range(len(self.stack)), self.stack)
 
     def along(self, axis: int) -> tuple[int, int]:
         """Returns how many entries of a line along an axis are owned, and by how many.
@@ -106,9 +106,9 @@ class OwnedLeaf:
         # In sorted order each head begins where its number first appears. Prepending
         # -1 (no owner) keeps -1 from counting as a beginning.
         ordered = np.sort(self.head_ids, axis)
-        owned = (ordered >= 0).sum(axis)
-        own = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
-        return int(owned.max(initial=0)), int(own.max(initial=0))
+        entries = (ordered >= 0).sum(axis)
+        owners = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
+        return int(entries.max(initial=0)), int(owners.max(initial=0))
 
     def row_spec(
         self, cut: PartitionSpec, counts: Sequence[int]
@@ -122,17 +122,17 @@ class OwnedLeaf:
         rest = (i for i in range(self.mask.ndim) if i not in self.stack)
         entries = dict(enumerate(cut))
         of_heads = None
-        for axis, at in enumerate(rest):
-            entry = entries.get(at)
+        for axis, leaf_axis in enumerate(rest):
+            entry = entries.get(leaf_axis)
             if entry is None or self.along(axis)[1] < 2:
                 continue  # whole, or cut where the head does not depend on it
-            # Block i of the leaf must hold the i-th of `counts[at]` equal runs of
-            # heads: a row cut by the same entry has that run on the same device.
-            blocks = np.array_split(self.head_ids, counts[at], axis)
-            runs = np.array_split(np.arange(self.heads), counts[at])
+            # Block i of the leaf must hold the i-th of as many equal runs of heads: a
+            # row cut by the same entry has that run on the same device.
+            blocks = np.array_split(self.head_ids, counts[leaf_axis], axis)
+            runs = np.array_split(np.arange(self.heads), counts[leaf_axis])
             pairs = zip(blocks, runs, strict=True)
             is_run = all(np.array_equal(np.unique(b[b >= 0]), run) for b, run in pairs)
-            if not is_run or self.heads % counts[at] or of_heads is not None:
+            if not is_run or self.heads % counts[leaf_axis] or of_heads is not None:
                 return None
             of_heads = entry
         return PartitionSpec(*map(entries.get, self.stack), of_heads)

@@ -68,10 +68,10 @@ def _of_heads(
         return given  # all heads share the leaf
     reduction, output = given.reduction_axis, given.output_axis
     axes = [i for i in range(len(shape)) if i not in leaf.stack]
-    along = dict(zip(axes, map(leaf.along, range(len(axes))), strict=True))
-    cut = {i for i in axes if leaf.mask.shape[i] > 1 and along[i][1] == 1}
-    heads = {i for i in axes if along[i][1] > 1}
-    if len(axes) > 2 and all(along[i][0] == along[i][1] for i in heads):
+    owned_along = dict(zip(axes, map(leaf.along, range(len(axes))), strict=True))
+    cut = {i for i in axes if leaf.mask.shape[i] > 1 and owned_along[i][1] == 1}
+    heads = {i for i in axes if owned_along[i][1] > 1}
+    if len(axes) > 2 and all(owned_along[i][0] == owned_along[i][1] for i in heads):
         # Heads have axes of their own, which become a stack. The axis of key and value
         # in Gemma's joint kernel is a stack, too. An axis with one head is not found.
         rest = [i for i in axes if i not in heads and shape[i] > 1]
@@ -94,12 +94,12 @@ def _of_heads(
     inputs = tuple(i for i in range(len(shape)) if i not in view.output)
     owner = np.full(alone, -1)
     for is_key, each in leaves:
-        own = np.expand_dims(each.head_ids, each.stack).max(inputs, keepdims=True)
-        owner = np.where(own < 0, owner, 2 * own + is_key)
+        ids = np.expand_dims(each.head_ids, each.stack).max(inputs, keepdims=True)
+        owner = np.where(ids < 0, owner, 2 * ids + is_key)
     head_ids = np.broadcast_to(owner, alone).ravel().tolist()
     runs = [(key, len(list(run))) for key, run in itertools.groupby(head_ids)]
-    found = [key for key, _ in runs if key >= 0]
-    if len(set(found)) < len(found):
+    owners = [key for key, _ in runs if key >= 0]
+    if len(set(owners)) < len(owners):
         if not must:
             return given
         raise ValueError(

@@ -123,10 +123,10 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[LeafShare]:
     for group in groups.values():
         # Scale each layer by itself if it can leave shared entries alone: then no layer
         # is scaled for another's logits. Otherwise clip the whole group as one.
-        found = [x for layer in group for x in _scaled_in([layer], contested)]
-        if any(id(use) in contested for use, _ in found):
-            found = _scaled_in(group, set())
-        scaled += found
+        group_scaled = [x for layer in group for x in _scaled_in([layer], contested)]
+        if any(id(use) in contested for use, _ in group_scaled):
+            group_scaled = _scaled_in(group, set())
+        scaled += group_scaled
     return scaled
 
 
@@ -134,13 +134,13 @@ def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
 ) -> list[LeafShare]:
     """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
-    every = [use for layer in layers for use in layer.uses]
-    query, rotary, key = ([x for x in every if x.role == role] for role in ROLES)
+    uses = [use for layer in layers for use in layer.uses]
+    query, rotary, key = ([x for x in uses if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (rotary, [])) if any(pair)]
     shares = _shares_of(pairs, lambda x: id(x) in contested or not x.is_whole)
     if shares is None:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)
-        leaves = show_all(dict.fromkeys(use.path for use in every))
+        leaves = show_all(dict.fromkeys(use.path for use in uses))
         raise ValueError(
             f"no scaling of {leaves} brings the logits of attention {names} to the "
             "threshold: two pairs among query, key and rotary_query have entries in "
@@ -167,7 +167,7 @@ def clipped_together(
         pairs |= {*zip(first.tolist(), itertools.count(use.layer.start))}
     for uses in _meeting(use for use, _ in scaled):
         rows = [
-            use.leaf.spread(np.unique(use.first_heads()).reshape(use.row), -1)
+            use.leaf.spread(np.unique(use.first_heads()).reshape(use.row_shape), -1)
             for use in uses
         ]
         # Each entry joins the first head that has it with all other heads that do.
@@ -183,9 +183,11 @@ def _meeting(uses: Iterable[LeafInRole]) -> list[list[LeafInRole]]:
     by_path: dict[Path, list[LeafInRole]] = {}
     for use in uses:
         by_path.setdefault(use.path, []).append(use)
-    several = (of for of in by_path.values() if len(of) > 1)
+    several = (group for group in by_path.values() if len(group) > 1)
     return [
-        of for of in several if np.any(sum(x.leaf.mask.astype(int) for x in of) > 1)
+        group
+        for group in several
+        if np.any(sum(x.leaf.mask.astype(int) for x in group) > 1)
     ]
 
 
@@ -193,8 +195,8 @@ def _joined(count: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     """Returns, for each number, the smallest that a chain of pairs connects it to."""
     # Few layers or heads share a leaf, so each union may pass over all numbers; a tree
     # of parents is not needed.
-    found = np.arange(count)
+    smallest = np.arange(count)
     for one, other in pairs:
-        low, high = sorted((found[one], found[other]))
-        found[found == high] = low
-    return found
+        low, high = sorted((smallest[one], smallest[other]))
+        smallest[smallest == high] = low
+    return smallest

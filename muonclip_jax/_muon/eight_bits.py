@@ -1,4 +1,4 @@
-r"""Momentum in 8 bits: its largest directions apart, and the rest in one code an entry.
+r"""Momentum in 8 bits: the largest directions as vectors, the rest a code per entry.
 
 $$M \approx P Q^\top + D(C) \odot \min(r, c), \qquad D(C) = \frac{C}{254 - |C|}$$
 
@@ -22,12 +22,12 @@ from .._parameters.paths import Path
 
 
 LARGEST = 127  # code
-#: Bytes an entry, on top of its code: with it momentum takes at most 1.06. A matrix of
-#: 68 x 68 affords its scales, one of 101 x 101 the first direction, 768 x 768 twenty.
+#: The most bytes per entry besides its code, 1.06 in all. A matrix of 68 x 68 affords
+#: its scales, one of 101 x 101 the first direction, 768 x 768 twenty.
 OVERHEAD = 0.0595
-#: The time of a step of subspace iteration grows with them.
+#: More directions make a step of subspace iteration slower.
 MOST_DIRECTIONS = 32
-#: float32 resolves no smaller eigenvalues of a Gram matrix.
+#: Smaller eigenvalues of a Gram matrix, relative to its trace, are lost in float32.
 RIDGE = 1e-6
 
 
@@ -53,17 +53,17 @@ class Directions(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """All but the codes of the entries of a leaf."""
+    """The state of a leaf besides the codes of its entries."""
 
     rows: jax.Array  # bfloat16, the leaf's shape with 1 along the output axes
     columns: jax.Array  # bfloat16, with 1 along the reduction axes
-    directions: Directions | None  # of small matrices none
+    directions: Directions | None  # `None` for small matrices
 
 
 def number_of_directions(view: MatrixView) -> int:
-    """The number that keeps all that is not a code within `OVERHEAD`."""
-    # A direction is a byte for every row and every column; the scales of rows and of
-    # columns, in bfloat16, are as much as two directions.
+    """Returns the number for which scales and directions stay within `OVERHEAD`."""
+    # A direction takes a byte for every row and column, so the scales of rows and
+    # columns, in bfloat16, take as much as two directions.
     sides = view.fan_in + view.fan_out
     affordable = OVERHEAD * view.fan_in * view.fan_out / sides
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
@@ -87,7 +87,7 @@ def parts_of_scales(path: Path, view: MatrixView) -> Any:
 
 
 def decode(codes: jax.Array, scales: Scales, view: MatrixView) -> jax.Array:
-    """The momentum in float32."""
+    """Returns the momentum in float32."""
     rest = _decoded(codes) * _scale_of_entries(scales.rows, scales.columns)
     if scales.directions is None:
         return rest
@@ -97,26 +97,26 @@ def decode(codes: jax.Array, scales: Scales, view: MatrixView) -> jax.Array:
 def encode(
     momentum: jax.Array, last: Scales, view: MatrixView
 ) -> tuple[jax.Array, Scales]:
-    """Codes a momentum of which the directions are like those of the last one."""
+    """Codes a momentum, whose directions are close to those in `last`."""
     directions, rest = None, momentum
     if last.directions is not None:
         directions = _subspace_step(momentum, last.directions.right, view)
         rest = momentum - _low_rank(directions, view)
-    # The smaller of the scales of its row and its column bounds an entry: a large entry
-    # then costs the others of its row their precision only in its own column.
+    # The smaller of the scales of its row and its column bounds an entry: one that is
+    # large does not make the scales of the others in its row coarse.
     size = jnp.abs(rest)
-    # A maximum may pass over what is not a number; a sum does not.
-    nothing = 0 * jnp.sum(size, view.output, keepdims=True)
-    rows = _at_least(jnp.max(size, view.output, keepdims=True) + nothing)
+    # The maximum may lose a NaN, which the sum keeps (`keep_nan`).
+    zero_or_nan = 0 * jnp.sum(size, view.output, keepdims=True)
+    rows = _at_least(jnp.max(size, view.output, keepdims=True) + zero_or_nan)
     columns = _at_least(jnp.max(size, view.reduction, keepdims=True))
     share = _divided(rest, _scale_of_entries(rows, columns))
     return _code(share), Scales(rows, columns, directions)
 
 
 def _decoded(code: jax.Array) -> jax.Array:
-    """The share of its scale that a code stands for, in steps finer near zero."""
-    # The step at a share s is (1 + s)^2 / 254: of the entries of a row of momentum most
-    # are a small share of the largest, and have steps of half the size there.
+    """Returns the share of its scale that a code stands for; steps are finer near 0."""
+    # At a share s the step is (1 + s)^2 / 254. Most entries of momentum are a small
+    # share of the largest in their row, where this is half of a uniform step.
     code = code.astype(jnp.float32)
     return code / (2 * LARGEST - jnp.abs(code))
 
@@ -131,8 +131,8 @@ def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
 
 
 def _at_least(x: jax.Array) -> jax.Array:
-    """Rounds up, so that no share of it exceeds 1."""
-    # To the nearest bfloat16 a number loses at most 2^-8 of it, half of what is added.
+    """Rounds a scale up, so that no share of it exceeds 1."""
+    # Rounding to bfloat16 takes at most 2^-8 of a number, half of what is added.
     return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
 
 
@@ -141,16 +141,16 @@ def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _subspace_step(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
-    """One step of subspace iteration."""
-    # Momentum changes little from step to step, so the directions of the last one are
-    # close to those of this one, and one product there and back with it follows them
-    # (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4, from a good start).
+    """Takes a step of subspace iteration."""
+    # Momentum changes little from step to step, so its last directions are close: one
+    # product with M and one with its transpose follow them (Halko, Martinsson and
+    # Tropp, arXiv:0909.4061, algorithm 4.4).
     m, p, q = _axes(view)
     start = _decoded(right.codes) + _pattern(right.codes, view)
     image = _orthonormal(_product(f"{m},{q}->{p}", momentum, start), view)
     left = _vectors(image, view.reduction)
-    found = _product(f"{m},{p}->{q}", momentum, left.decode())
-    return Directions(left, _vectors(found, view.output))
+    projection = _product(f"{m},{p}->{q}", momentum, left.decode())
+    return Directions(left, _vectors(projection, view.output))
 
 
 def _low_rank(directions: Directions, view: MatrixView) -> jax.Array:
@@ -159,7 +159,7 @@ def _low_rank(directions: Directions, view: MatrixView) -> jax.Array:
 
 
 def _axes(view: MatrixView) -> tuple[str, str, str]:
-    """Letters for the axes of a leaf, of its left and its right directions.
+    """Returns letters for the axes of a leaf, of its left and its right directions.
 
     A "z" counts directions, and a "." is an axis of size 1.
     """
@@ -189,9 +189,9 @@ def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
 
 
 def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
-    """A little of every direction, by which new ones are noticed."""
-    # Cosines of different frequencies are nearly orthogonal to each other and to what
-    # is there, and are the same on all devices and in every run.
+    """Returns a small part along every direction, so that new ones are found."""
+    # Cosines of different frequencies are nearly orthogonal to each other and to the
+    # directions, and are the same on all devices and in every run.
     along = [jax.lax.broadcasted_iota(jnp.float32, like.shape, i) for i in view.output]
     place = sum(x * math.sqrt(2 + n) for n, x in enumerate(along))
     count = jax.lax.broadcasted_iota(jnp.float32, like.shape, view.reduction[0])
@@ -199,7 +199,7 @@ def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
 
 
 def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
-    """Orthonormal columns of the same span, as far as float32 resolves it."""
+    """Returns orthonormal columns of the same span, as far as float32 resolves it."""
     _, p, _ = _axes(view)
     largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
     y, other = _divided(image, largest), p.replace("z", "y")

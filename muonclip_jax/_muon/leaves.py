@@ -27,13 +27,13 @@ from .._parameters.question import BEFORE_THE_MASK
 
 def read_leaves(
     tree: Any,
-    known: Knowledge,
+    knowledge: Knowledge,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> Layout:
-    """The layout of a tree, with the matrices of its leaves."""
+    """Returns the layout of a tree, with the matrices of its leaves."""
     layout = read_layout(tree, shardings, axis_name)
-    verdicts = known.verdicts(layout.whole)
+    verdicts = knowledge.verdicts(layout.whole)
     views = views_of(verdicts, layout.whole)
     entries = zip(layout.leaves, views, verdicts, strict=True)
     leaves = (leaf._replace(view=v, verdict=verdict) for leaf, v, verdict in entries)
@@ -51,21 +51,21 @@ def for_leaves(
     name: str,
     build: Callable[[Layout], optax.GradientTransformationExtraArgs],
     state_type: type,
-    known: Knowledge,
+    knowledge: Knowledge,
     *,
     shardings: Shardings | None,
     axis_name: Hashable | None,
 ) -> OverReplicas:
-    """The transformation `name`, which `build` makes for the leaves that it is given.
+    """Returns the transformation `name`, which `build` makes for the leaves of a tree.
 
     Axes, masks and shardings are read off the whole tree, here, before a mask or
     `optax.partition` hides leaves: biases show which axes of a general kernel are
-    inputs. `init` and `update` both read it, so that neither depends on the other, and
-    a state that was restored does without `init`. The state is a `state_type`.
+    inputs. `init` and `update` both read it, so a restored state needs no `init`. The
+    state is a `state_type`.
     """
-    axis_names(axis_name)  # raises at construction for what is none
+    axis_names(axis_name)  # raises at construction for a wrong one
     read = functools.partial(
-        read_leaves, known=known, shardings=shardings, axis_name=axis_name
+        read_leaves, knowledge=knowledge, shardings=shardings, axis_name=axis_name
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -75,7 +75,7 @@ def for_leaves(
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state(name, isinstance(state, state_type))
-        # First: a reading would take wrong gradients for other params.
+        # Before the layout: a reading would take wrong gradients for other params.
         check_fit(updates, params)
         layout = read(updates)
         gradients = layout.averaged(updates, extra_args.get("attention_stats"))
@@ -88,7 +88,7 @@ def for_leaves(
                 _check_made_so(name, state, tx, updates)
                 raise
         shapes = [[np.shape(x) for x in jax.tree.leaves(s)] for s in (state, after)]
-        if shapes[0] != shapes[1]:  # heads that were one matrix, say, broadcast
+        if shapes[0] != shapes[1]:  # such as a matrix that is now several heads
             _check_made_so(name, state, tx, updates)
         # `optax.scale_by_adam` returns updates of bfloat16 gradients in its mu_dtype.
         return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
@@ -99,24 +99,23 @@ def for_leaves(
 def _check_made_so(
     name: str, state: Any, tx: optax.GradientTransformation, like: Any
 ) -> None:
-    """Raises for a state of other settings, once something failed.
+    """Raises for a state of other settings, after a step has failed.
 
-    Not before: what a step does for its state has been traced then, and to trace `init`
-    as well would take longer in every eager update.
+    To trace `init` before every eager update would take long.
     """
     try:
         expected = jax.eval_shape(tx.init, like)
     except Exception:  # another mistake, which is reported as it came
         return
-    own, others = (
+    held, needed = (
         {
             f"{jax.tree_util.keystr(path)} {np.shape(leaf)}"
             for path, leaf in jax.tree.leaves_with_path(x)
         }
         for x in (state, expected)
     )
-    if own != others or jax.tree.structure(state) != jax.tree.structure(expected):
-        lacks, has = (", ".join(sorted(x)[:3]) for x in (others - own, own - others))
+    if held != needed or jax.tree.structure(state) != jax.tree.structure(expected):
+        lacks, has = (", ".join(sorted(x)[:3]) for x in (needed - held, held - needed))
         differ = [f"it lacks {lacks}"] * bool(lacks) + [f"it has {has}"] * bool(has)
         raise ValueError(
             f"the state was made by a {name} with other settings"
@@ -132,7 +131,7 @@ def check_matrices_only(layout: Layout, name: str) -> None:
     """Raises for leaves in sight that hold no matrix."""
     in_sight = [leaf for leaf in layout.leaves if not paths.is_masked(leaf.array)]
     if strays := [leaf.path for leaf in in_sight if leaf.view is None]:
-        # The mask has to go by what this went by.
+        # The mask needs the arguments of this transformation.
         sources = {leaf.verdict and leaf.verdict.source for leaf in layout.leaves}
         by = ["model=reading"] * bool(sources & {"read", "unread"})
         by += ["dimension_numbers=n"] * ("given" in sources)
@@ -148,9 +147,8 @@ def check_matrices_only(layout: Layout, name: str) -> None:
 
 
 def check_directed(layout: Layout) -> None:
-    """Raises for matrices of which it is not known which side is the input."""
-    found = layout.leaves
-    if strays := [x.path for x in found if x.view and not x.view.is_directed]:
+    """Raises for matrices whose input side is not known."""
+    if strays := [x.path for x in layout.leaves if x.view and not x.view.is_directed]:
         raise ValueError(
             "the mask hides the biases that show which axes are the inputs of "
             f"{paths.show_all(strays, at_most=3)}, and this consistent_rms depends on "

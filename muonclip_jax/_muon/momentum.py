@@ -1,4 +1,4 @@
-"""Gradients to momentum: what is kept of them, and what is orthogonalized."""
+"""From gradients to the momentum that is kept, and the one that is orthogonalized."""
 
 import dataclasses
 import functools
@@ -52,9 +52,9 @@ def _unit(momentum: Any) -> float:
     """Returns the number by which momentum is divided before it is stored.
 
     float16 ends at 65,504, and gradients of size g add up to at most g / (1 - beta),
-    20 g with the usual 0.95. In units of 32 momentum is finite where gradients in
-    float16 are for every beta up to 1 - 1/32. The least power of two that is enough,
-    since below 6e-5 float16 rounds to multiples of 6e-8.
+    20 g with the usual 0.95. In units of 32 the momentum of finite gradients is finite
+    for every beta up to 1 - 1/32. Larger units would lose small entries: below 6e-5
+    float16 rounds to multiples of 6e-8.
     """
     dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(momentum)]
     return 32.0 if jnp.float16 in dtypes else 1.0
@@ -94,8 +94,8 @@ class Rise:
         return f"rising from {self.start} to {self.end} over {self.steps} steps"
 
 
-#: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
-#: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
+#: The default, as in modded-nanogpt: a long memory slows the first steps, in which
+#: gradients turn fast, and helps later. Its gain over 0.95 is measured in
 #: benchmarks/evidence/experiments.md, "Defaults" and "Momentum by length".
 RISING_BETA = Rise(0.85, 0.95, 300)
 
@@ -105,7 +105,7 @@ class Momentum(NamedTuple):
 
     beta: Beta
     nesterov: bool
-    dtype: np.dtype | None  # that of the params if None, codes if int8
+    dtype: np.dtype | None  # the params' if None; int8 is codes
 
     def init(self, params: optax.Params, layout: Layout) -> ScaleByMuonState:
         if callable(self.beta):
@@ -131,15 +131,15 @@ class Momentum(NamedTuple):
     def update(
         self, state: ScaleByMuonState, layout: Layout, gradients: Sequence[PlacedLeaf]
     ) -> tuple[list[PlacedLeaf], ScaleByMuonState]:
-        """The momentum to orthogonalize, where there is a view, and the state."""
+        """Returns leaves with the momentum to orthogonalize, and the state."""
         beta: Any = self.beta(state.count) if callable(self.beta) else self.beta
         if not isinstance(self.beta, float | int):
-            # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
+            # With a schedule's NaN, or a beta above 1, the sum would be lost, or grow.
             beta = jnp.where(beta > 0, jnp.minimum(beta, 1), 0)
         kept, ahead = layout.tree.of(state.mu), list(gradients)
-        # By the state's dtypes: a file without types restores those it was saved with.
+        # By the state's dtypes: a restored state keeps those that it was saved with.
         unit = _unit(state.mu)
-        old = state.unit / unit
+        unit_ratio = state.unit / unit
         # Scales are by path, since leaves without a matrix have none.
         last: Any = state.scales
         scales: dict[str, eight_bits.Scales] = {}
@@ -155,7 +155,7 @@ class Momentum(NamedTuple):
                 )
             else:
                 kept[i], x = _accumulate(
-                    beta, kept[i], leaf.array, self.nesterov, unit, old
+                    beta, kept[i], leaf.array, self.nesterov, unit, unit_ratio
                 )
             ahead[i] = leaf._replace(array=x)
         mu = layout.tree.unflatten(kept)
@@ -166,9 +166,9 @@ class Momentum(NamedTuple):
 
 
 def _refuse(layout: Layout, is_of: Callable[[PlacedLeaf], Any], problem: str) -> None:
-    """Raises for matrices of which momentum cannot be kept."""
-    if found := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
-        raise ValueError(problem.format(paths.show_all(found)))
+    """Raises for matrices whose momentum cannot be kept."""
+    if refused := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
+        raise ValueError(problem.format(paths.show_all(refused)))
 
 
 @functools.partial(jax.jit, static_argnames=("nesterov", "unit"))
@@ -178,13 +178,13 @@ def _accumulate(
     gradient: jax.Array,
     nesterov: bool,
     unit: float | None = None,
-    old: ArrayLike = 1.0,
+    unit_ratio: ArrayLike = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The momentum to keep and the one to orthogonalize, both over `unit`.
+    """Returns the momentum to keep and the one to orthogonalize, both over `unit`.
 
-    The momentum that is given has `old` times that unit.
+    `unit_ratio` is the unit of the given momentum over `unit`.
     """
-    # A sum, as in Keller Jordan's code, and no average: what is orthogonalized has no
+    # A sum, as in Keller Jordan's code, and no average: orthogonalization removes the
     # scale, so `M = beta M + (1 - beta) G` has the same direction. Sums are float32 or
     # wider: in bfloat16 they would lose gradients of less than 2^-9 of the momentum.
     dtype = momentum.dtype
@@ -192,18 +192,18 @@ def _accumulate(
     beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
     unit = _unit(momentum) if unit is None else unit
     gradient = gradient / unit if unit != 1 else gradient
-    # The gradient is added to what is kept, as it was rounded: the update then depends
-    # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = beta * jnp.asarray(old, wide) * momentum.astype(wide) + gradient
+    # Nesterov's step starts from the rounded momentum: the update then depends on the
+    # state alone, and a resumed run goes on as if it had not stopped.
+    kept = beta * jnp.asarray(unit_ratio, wide) * momentum.astype(wide) + gradient
     kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
 
 
 def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounded to `dtype`, as it stays.
+    """Rounds to `dtype`, and stays in the wider one.
 
-    A compiler may leave out a conversion there and back, and see more than is kept.
+    A compiler may drop a conversion there and back, and see more bits than are kept.
     """
 
     def stored(x: jax.Array) -> jax.Array:
@@ -212,10 +212,9 @@ def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
             rounded = jax.lax.optimization_barrier(rounded)
         return rounded.astype(x.dtype)
 
-    # bfloat16 has the exponents of float32, so that fewer bits of the mantissa are all
-    # that rounding is.
     def at_once(x: jax.Array) -> jax.Array:
-        # A TPU then reads the gradient once. A GPU would store what is ahead, too.
+        # bfloat16 has the exponents of float32, so only the mantissa is rounded. A TPU
+        # then reads the gradient once. A GPU would store `ahead`, too.
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
     if dtype == jnp.bfloat16:
@@ -232,7 +231,7 @@ def _accumulate_in_8_bits(
     nesterov: bool,
     view: MatrixView,
 ) -> tuple[jax.Array, eight_bits.Scales, jax.Array]:
-    """Codes and scales to keep, and the momentum to orthogonalize."""
+    """Returns codes and scales to keep, and the momentum to orthogonalize."""
 
     # On automatic axes, since XLA can shard all of this as the leaf is: maxima along
     # rows and columns, and products with some vectors.
@@ -241,7 +240,7 @@ def _accumulate_in_8_bits(
         momentum = beta * eight_bits.decode(codes, scales, view) + wide
         kept = eight_bits.encode(momentum, scales, view)
         ahead = beta * momentum + wide if nesterov else momentum
-        # A sum of what fits into float16 need not fit.
+        # A sum of gradients may overflow float16.
         dtype = jnp.float32 if gradient.dtype == jnp.float16 else gradient.dtype
         return *kept, ahead.astype(dtype)
 

@@ -150,14 +150,13 @@ def muon(
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
     def build(layout: Layout) -> optax.GradientTransformationExtraArgs:
-        # The mask is of the whole tree, which a function may look at, and one of bools,
-        # which both groups below see through their own masks.
+        # A function gets the whole tree, and both groups below see its bools through
+        # their own masks.
         mask = decay_mask(weight_decay_mask, layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
-        # After the direction and before decay: what it evens out is the update, and the
-        # decay of a weight is no part of it (arXiv:2510.05491, Algorithm 1).
+        # Before decay, which is not normalized (arXiv:2510.05491, Algorithm 1).
         normalization = (
             [neuron_normalization(layout, neuron_b2)] if neuron_b2 is not None else []
         )
@@ -173,12 +172,12 @@ def muon(
                 decay(adam_weight_decay),
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
-            # Always, so that a state has the same structure whatever is frozen.
+            # Always there, so that a state has the same structure whatever is frozen.
             FROZEN: optax.set_to_zero(),
         }
         labels = layout.tree.unflatten(map(optimizer_of, layout.leaves))
-        # As a function, since a tree that is given to `partition` may not have other
-        # containers than the params, which boxes and NNX's states are.
+        # As a function: `partition` refuses a tree with other containers than the
+        # params, such as boxes and NNX's states.
         return optax.partition(groups, lambda _: labels)
 
     return for_leaves(
@@ -201,7 +200,7 @@ def _sharded_like_params(
 
     def update_fn(updates, state, params=None):
         updates, after = adam.update(updates, state, params)
-        # optax's Adam keeps its averages in what gradients and params promote to.
+        # optax's Adam promotes its averages to the gradients' dtype.
         after = jax.tree.map(lambda x, old: x.astype(old.dtype), after, state)
         return updates, after
 

@@ -45,8 +45,7 @@ class NormalizeNeuronsState(NamedTuple):
         {'w': Array([[0., 0., 0.]], dtype=float32)}
     """
 
-    # By path, so that what a param's metadata say of its axes, in Flax's boxes, is not
-    # taken for what is here.
+    # By path: in Flax's boxes, metadata would describe the axes of the param.
     v: dict[str, jax.Array]
 
 
@@ -106,12 +105,12 @@ def normalize_neurons(
     """
     check_number("b2", b2, SHARE)
     check_number("eps", eps, NOT_NEGATIVE)
-    known = knowledge_of(model, None, dimension_numbers, per_head)
+    knowledge = knowledge_of(model, None, dimension_numbers, per_head)
 
-    # Not by `for_leaves`, which keeps gradients from changing the sharding of state
-    # that they are added to: updates are scaled where they are, and stay sharded so.
+    # Not by `for_leaves`, which drops the sharding of gradients so that the state keeps
+    # its own: updates are scaled where they are, and stay sharded as they are.
     def read(tree: Any) -> Layout:
-        layout = read_leaves(tree, known, shardings)
+        layout = read_leaves(tree, knowledge, shardings)
         check_matrices_only(layout, "normalize_neurons")
         return layout
 
@@ -132,7 +131,7 @@ def normalize_neurons(
 def neuron_normalization(
     layout: Layout, b2: float | jax.Array, eps: float | jax.Array = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
-    """`normalize_neurons` for leaves; those without a view pass through."""
+    """Normalizes the leaves that have a view; others pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         parts = {
@@ -162,11 +161,11 @@ def neuron_normalization(
 
 
 def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
-    """The state of a leaf, by name: the sizes in which it differs from the leaf."""
+    """Returns a leaf's state by name: the sizes that differ from the leaf's."""
     path, view = paths.show(leaf.path), leaf.view
     if view is None or not math.prod(view.shape):
         return {}
-    found = {}
+    sizes_by_name = {}
     for j, part in enumerate(pieces_of(view)):
         piece = part.view
         short = _short_axes(piece)
@@ -175,25 +174,26 @@ def _state_of(leaf: PlacedLeaf) -> dict[str, dict[int, int]]:
         # Outputs of a piece are one axis of its state, and not sharded.
         kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
         outer = set(range(len(view.shape))) - {*view.output}
-        count = math.prod(kept[at] for at, i in enumerate(part.of) if i not in outer)
+        pairs = zip(kept, part.leaf_axes, strict=True)
+        count = math.prod(n for n, leaf_axis in pairs if leaf_axis not in outer)
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
         is_of_outputs = short == piece.reduction
-        found[f"{path}/{j}"] = sizes | dict.fromkeys(
+        sizes_by_name[f"{path}/{j}"] = sizes | dict.fromkeys(
             view.reduction if is_of_outputs else (), 1
         )
-    return found
+    return sizes_by_name
 
 
-# An eager update shards its state as a program does.
+# Compiled, so that an eager update shards its state as a program does.
 @jax.jit
 def _normalize_leaf(
     leaf: MatrixLeaf, state: list[jax.Array], b2: Any, eps: Any
 ) -> list[jax.Array]:
-    """The update of a leaf, normalized, and its state."""
+    """Returns the update of a leaf, normalized, and its state."""
     view = leaf.view
     if view.division is None:
         return [*_normalize(leaf, state[0], b2, eps)]
-    # Parts are cut out of whole outputs.
+    # Pieces are cut out of whole outputs.
     others = but_along(view.output, leaf.spec)
     of_outputs = but_along({*range(len(view.shape))} - {*view.output}, leaf.spec)
 
@@ -214,7 +214,7 @@ def _normalize_leaf(
 
 
 def _short_axes(view: MatrixView) -> tuple[int, ...]:
-    """The axes to take the mean over."""
+    """Returns the axes to take the mean over."""
     return view.reduction if view.fan_in <= view.fan_out else view.output
 
 
@@ -230,15 +230,14 @@ def _normalize(
     # nothing is cut, a collective is no operation.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
-    # State stays sharded as it is: that of a piece is not, along its outputs.
+    # The state stays sharded as it is; a piece's is whole along its outputs.
     v = b2 * v + (1 - b2) * impose_no_sharding(mean.astype(v.dtype))
     divisor = keep_sharding(jnp.maximum(v, jnp.asarray(eps, v.dtype)))
     divisor = divisor.astype(mean.dtype)
-    # |o|^2 is the sum over the long side of `mean`, times the size of the short one,
-    # and |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
-    # matrix.
+    # |o|^2 is the sum of `mean` over the long side, times the size of the short one;
+    # |o'|^2 is the same of `mean / v`. The norms need no pass over the matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))
-    is_zero = before == 0  # and then has no derivative
+    is_zero = before == 0  # where a quotient has no derivative
     kept = jnp.where(is_zero, 1, before) / jnp.where(is_zero, 1, after)
     return (wide * jnp.sqrt(kept) * jax.lax.rsqrt(divisor)).astype(o.dtype), v

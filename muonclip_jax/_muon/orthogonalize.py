@@ -31,12 +31,12 @@ def orthogonalize(
     blocks of leaves inside `jax.shard_map`, but along `slow` axes all that have copies
     do it. Results are float32 or wider.
     """
-    # One program for each place, compiled under `jit` of its own: an eager update, and
-    # the same leaves in another transformation, find it again.
+    # Each place has a program under `jit` of its own, so that eager updates, and other
+    # transformations of the same leaves, find it again.
     results = list(leaves)
     for place, chosen in layout.places(leaves, slow):
-        found = _at_one_place(solver, [*chosen.values()], place)
-        for i, x in zip(chosen, found, strict=True):
+        arrays = _at_one_place(solver, [*chosen.values()], place)
+        for i, x in zip(chosen, arrays, strict=True):
             results[i] = leaves[i]._replace(array=x)
     return results
 
@@ -48,7 +48,7 @@ def _at_one_place(
     """Orthogonalizes leaves of one place by the route for its kind."""
 
     def alone(solver: Solver, leaves: list[MatrixLeaf]) -> list[jax.Array]:
-        """Whole leaves on every device by itself."""
+        """Every device orthogonalizes whole leaves."""
         on_device = functools.partial(on_one_device, solver)
         # With automatic axes, or none, `on_whole_leaves` changes nothing.
         whole = functools.partial(on_whole_leaves, on_device)
@@ -85,7 +85,7 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
         pieces = [dataclasses.replace(x, view=x.view.wide) for x in pieces]
     results: list[Any] = list(pieces)
     done: list[jax.Array] = []
-    like: collections.Counter[int] = collections.Counter()  # stacks with products alike
+    alike: collections.Counter[int] = collections.Counter()  # stacks, by short side
     for stack in plan_stacks(enumerate(pieces), platform.stack_entries):
         dtype = np.promote_types(stack.dtype, jnp.float32)
         parts = stack.gather(dtype)
@@ -96,10 +96,10 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
             # Batch by batch: no more matrices are prepared than are iterated.
             done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
-            # Preparation fuses with what made the leaves, and with a stack of them.
-            own = solver.of_stack(like[min(stack.shape)])
-            done.append(own.iterate(solver.prepare(*parts)))
-        like[min(stack.shape)] += 1
+            # Preparation fuses with the momentum, and with joining the stack.
+            stack_solver = solver.of_stack(alike[min(stack.shape)])
+            done.append(stack_solver.iterate(solver.prepare(*parts)))
+        alike[min(stack.shape)] += 1
         stack.scatter(done[-1], results)
     return unite(results)
 
@@ -107,11 +107,11 @@ def on_one_device(solver: Solver, leaves: Sequence[MatrixLeaf]) -> list[jax.Arra
 def _differentiable(
     route: Callable[..., list[jax.Array]], alone: Callable[..., list[jax.Array]]
 ) -> Callable[..., list[jax.Array]]:
-    """`route` with the derivative of what one device does, which XLA partitions."""
+    """Gives `route` the derivative of `alone`, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 
-    # A forward rule serves both modes: what is linear in the tangents is transposed by
-    # JAX. Where nothing is differentiated it costs nothing.
+    # A forward rule serves both modes, since JAX transposes what is linear in the
+    # tangents.
     @result.defjvp
     def derivative(primals, tangents):
         solver, leaves = primals

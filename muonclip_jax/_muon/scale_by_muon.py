@@ -120,7 +120,7 @@ def scale_by_muon(
     - `slow_axes`: an axis of a mesh or a mapped one, or a tuple of axes. Devices along
         it that hold copies of a matrix share the work on it; along these axes each does
         all of it, and nothing is sent: worth it where links between slices or hosts are
-        slower than the iteration. What such an axis cuts is sent as along any other.
+        slower than the iteration. A leaf that such an axis cuts is sent as usual.
 
     Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
     parallelism). Give their `shardings`, as a tree, since a function would get the
@@ -185,7 +185,7 @@ def make_direction(
     mu_dtype: MomentumDType | None,
     slow_axes: Hashable | None,
 ) -> Direction:
-    """Muon's direction of the options that `scale_by_muon` and `muon` share.
+    """Makes Muon's direction from the options that `scale_by_muon` and `muon` share.
 
     **Raises:** `ValueError` for what cannot work, naming the argument.
     """
@@ -240,9 +240,9 @@ class Direction(NamedTuple):
     rms: float | jax.Array | None  # of the update, if that does not depend on shape
 
     def of(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        """The transformation of leaves; those without a view pass through."""
+        """Returns the transformation; leaves without a view pass through."""
         if self.rms is None:
-            # A matrix and its transpose get two scales.
+            # The scale of a matrix and of its transpose differ.
             check_directed(layout)
 
         def init_fn(params: optax.Params) -> Any:
@@ -265,7 +265,7 @@ class Direction(NamedTuple):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
     def _scale(self, leaf: PlacedLeaf) -> jax.Array:
-        """The array in the gradient's dtype, scaled if the leaf has a view."""
+        """Returns the array in the gradient's dtype, scaled if the leaf has a view."""
         direction, view = leaf.array, leaf.view
         if view is None:
             return direction
@@ -277,7 +277,7 @@ class Direction(NamedTuple):
 
         if view.division is None:
             factor = scale(view)
-        else:  # pieces are those of the whole leaf, of which this may be a block
+        else:  # a factor per piece of the whole leaf; this may be a block
             factor = own_block(jnp.asarray(along_outputs(view, scale)), leaf.cut)
         factor = factor if self.rms is None else self.rms * factor
         scaled = direction * jnp.asarray(factor, direction.dtype)

@@ -63,7 +63,7 @@ def add_cautious_decayed_weights(
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
-    """Plain or cautious decay, whose schedule counts steps.
+    """Returns plain or cautious decay, whose schedule counts steps.
 
     `optax.add_decayed_weights` of Optax 0.2.6 calls no schedule.
     """
@@ -80,10 +80,9 @@ def decayed_weights(
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
         # An eager step does not wait for what a schedule computes on a device.
-        is_open = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
-        # No multiplication, so that an infinite weight does not make the update NaN,
-        # and a step without decay, or where a mask hides all, costs nothing.
-        if not (is_open or rate) or not jax.tree.leaves(updates):
+        is_unknown = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
+        # 0 times an infinite weight would be NaN; without leaves no params are needed.
+        if not (is_unknown or rate) or not jax.tree.leaves(updates):
             return updates, state
         if params is None:
             raise ValueError(
@@ -115,9 +114,9 @@ def decayed_weights(
 
 
 def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
-    """The rates; raises for what is neither a number nor a schedule of numbers.
+    """Returns the rates, checked to be numbers or schedules of numbers.
 
-    `None` says "as Muon's".
+    `None` means the same as for Muon.
     """
     needed = ("learning_rate", "weight_decay")
     return [
@@ -129,7 +128,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
 
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
-    """The mask of each leaf, by path: a prefix will do, and NNX's states."""
+    """Returns a tree of bools, from a tree, a prefix, a function or NNX's state."""
     if paths.is_function(mask) and tree.paths:
         mask = mask(tree.rebuilt())
     if mask is None:
@@ -142,7 +141,7 @@ def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         is_entry=lambda x: jax.tree_util.all_leaves([x]),
         expected="a bool",
     )
-    # `None`, and what a mask around this hides, decays nothing.
+    # A leaf with `None`, or that a mask around this hides, does not decay.
     return tree.unflatten(
         x is not None
         and not paths.is_masked(x)

@@ -23,7 +23,7 @@ _POLAR_EXPRESS_RAW: Schedule = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    # From here on what is left is narrow, and the optimum is the Pade step of order 5,
+    # From here on the interval is narrow, and the optimum is the Pade step of order 5,
     # 15/8 - 10/8 s^2 + 3/8 s^4.
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
@@ -132,7 +132,7 @@ triple has as many steps as are asked for; of any other the first ones can run a
 def resolve_schedule(
     coeffs: Preset | Triple | Schedule, steps: int | None = None
 ) -> Schedule:
-    """The steps to run, as Python floats: all that there are, or the first `steps`.
+    """Returns the steps to run, as Python floats: all, or the first `steps`.
 
     A single triple `(a, b, c)`, and a preset that repeats one, runs any number of
     times: by default 5 times for a triple, and as often as the preset has it.
@@ -176,7 +176,7 @@ def _named_or_given(coeffs: Any) -> Schedule:
 def as_tuples(
     coeffs: Any, steps: int | None
 ) -> tuple[str | Triple | Schedule, int | None]:
-    """Coefficients and steps that can be compared, however they were given.
+    """Returns coefficients and steps that compare equal, however they were given.
 
     One triple, which may run any number of times, stays one with its steps.
     """
@@ -197,18 +197,18 @@ def check_schedule(schedule: Schedule, dtype: str) -> None:
         )
 
 
-# Cached, since a transformation may be made anew in every update, as
-# `optax.inject_hyperparams` does, and the sweep takes milliseconds.
+# Cached: the sweep takes milliseconds, and `optax.inject_hyperparams` makes a new
+# transformation in every update.
 @functools.lru_cache(maxsize=256)
 def find_unstable(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
-    """A singular value that leaves (0, 2], and where it goes; None if all stay.
+    """Returns a singular value that leaves (0, 2] and its image, `None` if all stay.
 
     The sweep rounds to `dtype` after every step, as the iteration does, and goes
     one unit of rounding beyond 1, where rounding may have pushed a singular value.
     """
     eps = float(jnp.finfo(dtype).eps)
-    # Small ones by their logarithm, since a schedule lifts each by a factor; from 0.5
-    # on evenly, since polynomials overshoot there.
+    # Small values are spaced by their logarithm, since a schedule lifts each by a
+    # factor; from 0.5 on evenly, since polynomials overshoot there.
     start = np.concatenate(
         [np.geomspace(1e-3, 1, 4096), np.linspace(0.5, 1 + eps, 4096)]
     )

@@ -1,13 +1,13 @@
 """Newton-Schulz's iteration: singular values into [0, 1], and from there near 1.
 
-A step multiplies X by `a I + b R + c R^2`, with `R = X X^H`. Steps are collected on R,
-a pass, and X is multiplied once. The standard form is that with one step a pass; the
-Gram form has as many as rounding allows: R is the square of X, and rounded as such.
+A step multiplies X by `a I + b R + c R^2`, with `R = X X^H`. A pass collects steps on R
+and multiplies X once. The standard form has one step a pass. The Gram form has as many
+as rounding allows: R, the square of X, loses more to it than X.
 
-All act on `(..., m, n)`. A matrix with more rows than columns is iterated from the
-other side. What enters a product has been rounded to the dtype of the iteration;
-products accumulate in float32 or wider, and coefficients are as wide. In float16 a GPU
-has products with sums in them instead (`sums_in_products.py`).
+Arrays are `(..., m, n)`. A matrix with more rows than columns is iterated from the
+other side. Factors are rounded to the dtype of the iteration; products accumulate in
+float32 or wider, and coefficients are as wide. In float16 on GPU products have sums in
+them instead (`sums_in_products.py`).
 """
 
 import functools
@@ -26,8 +26,8 @@ from .coefficients import Schedule
 Passes = tuple[Schedule, ...]
 Preconditioning = Literal["frobenius", "aol", "equilibrated"]
 
-#: A row or column with less than this share of the mean square is not lifted to the
-#: rest: what is a thousandth in size may be rounding errors.
+#: Rows and columns with less than this share of the mean square are not lifted to the
+#: rest: entries of a thousandth in size may be rounding errors.
 NOISE = 1e-6
 
 
@@ -46,11 +46,11 @@ USUAL_GROWTH = 150.0
 def precondition(
     parts: Sequence[jax.Array], kind: Preconditioning, by_rows: bool = False
 ) -> jax.Array:
-    """Scales `(..., m, n)` in float32 or wider; of parts of a stack it makes one.
+    """Scales `(..., m, n)` in float32 or wider, and joins the parts of a stack.
 
-    Norms are those of parts, so that a stack is formed but once, scaled: a GPU would
-    write it, and read it again for the norms. `by_rows`: sums of rows are one kernel a
-    part, with what made it, and the sums of these are one for all parts.
+    Norms are taken of the parts, so that a GPU writes the stack once, scaled, and does
+    not read it again. `by_rows`: sums of rows are one kernel a part, with what made it,
+    and the sums of these are one kernel for all parts.
     """
     y = _divide_by_norm(
         by_rows,
@@ -78,8 +78,8 @@ def _divide_by_norm(by_rows: bool, parts: tuple[jax.Array, ...]) -> jax.Array:
 
 @_divide_by_norm.defjvp
 def _divide_by_norm_jvp(by_rows, primals, tangents):
-    # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. By the rules for what is
-    # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
+    # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. JAX's own rules would
+    # multiply 0 by infinity in the sums that do not count. A zero matrix has no
     # derivative; this gives it one of 0.
     ((parts,), (dparts,)) = primals, tangents
     (x, factor, norm), dx = _with_norms(parts, by_rows), jnp.concatenate(dparts)
@@ -92,7 +92,7 @@ def _divide_by_norm_jvp(by_rows, primals, tangents):
 def _with_norms(
     parts: Sequence[jax.Array], by_rows: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The stack of some parts, a factor for each of its matrices, and their norms."""
+    """Returns the stack of some parts, with a factor and the norm of each matrix."""
     if by_rows:
         sums = [*map(jnp.concatenate, zip(*map(_squares_of_rows, parts), strict=True))]
         return jnp.concatenate(parts), *_norms(_powers(sums[0].dtype), *sums)
@@ -112,12 +112,12 @@ def _squares_of_rows(x: jax.Array) -> list[jax.Array]:
     return _squares(_powers(jnp.finfo(x.dtype).dtype), x, (-1,))
 
 
-#: What shrinks, what enlarges, and the largest sum that has lost nothing.
+#: A factor that shrinks, one that enlarges, and the largest sum that has lost nothing.
 Powers = tuple[jax.Array, jax.Array, float]
 
 
 def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Array]:
-    """Sums of squares as they are, of numbers enlarged and of numbers shrunk.
+    """Returns sums of squares of the numbers, of them enlarged and of them shrunk.
 
     The square of 1e-30 or of 1e30 leaves float32. The sum that stayed in range counts.
     """
@@ -131,7 +131,7 @@ def _squares(powers: Powers, x: jax.Array, axes: tuple[int, ...]) -> list[jax.Ar
 def _norms(
     powers: Powers, total: jax.Array, small: jax.Array, large: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`."""
+    """Returns powers of two, and the Frobenius norms times these, `(..., 1, 1)`."""
     shrink, enlarge, most = powers
     if total.shape[-2] > 1:
         total, small, large = (
@@ -144,11 +144,10 @@ def _norms(
 
 
 def _powers(dtype: jnp.dtype) -> Powers:
-    # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
-    # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
-    # are multiplied by 2^80: 2^-92.
+    # 5/8 of the exponents: 2^80 in float32. A sum between 2^-80 and 2^80 has lost
+    # nothing. Smaller numbers, down to 2^-126, times 2^80 have squares in range: 2^-92.
     most = 2.0 ** (5 * jnp.finfo(dtype).maxexp // 8)
-    # Known to the compiler, it might square the factors first.
+    # A compiler that knew the factors might square them first.
     shrink, enlarge = jax.lax.optimization_barrier(
         (jnp.asarray(1 / most, dtype), jnp.asarray(most, dtype))
     )
@@ -161,8 +160,8 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
     sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
-    # The inner `where` is for derivatives, in which the outer one multiplies by 0 what
-    # at a sum of 0 would be infinite.
+    # The inner `where` is for derivatives: in them the outer one multiplies by 0, and
+    # without the inner one infinity, where the sum is 0.
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 
@@ -195,9 +194,9 @@ def collected(schedule: Schedule, dtype: str) -> Passes:
 
 
 def cost(m: int, n: int, passes: Passes) -> float:
-    """Multiplications for a matrix of `(m, n)`, the short side first."""
-    # R and what it is applied to need m^2 n each. Of m^3 a step needs one for R^2 if it
-    # has a c, and each but the first of a pass three more: R Z, Z R Z and Q Z.
+    """Returns the multiplications for a matrix of `(m, n)`, the short side first."""
+    # A pass needs m^2 n for R, and again to apply the result. A step needs m^3 for R^2
+    # if it has a c, and each but the first of a pass 3 m^3 for R Z, Z R Z and Q Z.
     squares = sum(c != 0 for steps in passes for _, _, c in steps)
     later = sum(len(steps) - 1 for steps in passes)
     return len(passes) * 2 * m * m * n + (squares + 3 * later) * m**3
@@ -219,7 +218,7 @@ class Products(NamedTuple):
         return jnp.matmul(x, y, precision=self.precision, preferred_element_type=wide)
 
     def gram(self, x: jax.Array) -> jax.Array:
-        """`X X^H`."""
+        """Returns `X X^H`."""
         h = x.mT.conj()
         if x.shape[-2] < 2 * self.block_rows:
             return round_to(self.matmul(x, h), self.dtype)
@@ -229,7 +228,7 @@ class Products(NamedTuple):
         return round_to(_mirrored(corner, below), self.dtype)
 
     def commuting(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """`P Q`, which is Hermitian where both are and commute; not rounded."""
+        """Returns `P Q` of Hermitian matrices that commute, not rounded."""
         if p.shape[-2] < 2 * self.block_rows:
             return self.matmul(p, q)
         top, bottom = _halves(p)
@@ -251,7 +250,7 @@ def iterate(x: jax.Array, passes: Passes, products: Products) -> jax.Array:
 # Compiled, so that passes which are equal are traced once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _after(steps: Schedule, products: Products, x: jax.Array) -> jax.Array:
-    """X after the steps of a pass."""
+    """Returns X after the steps of a pass."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = round_to(x, products.dtype)
     q, keep = _factor(products.gram(x.mT.conj() if is_tall else x), steps, products)
@@ -263,7 +262,7 @@ def _after(steps: Schedule, products: Products, x: jax.Array) -> jax.Array:
 def _factor(
     r: jax.Array, steps: Schedule, products: Products
 ) -> tuple[jax.Array, float | jax.Array]:
-    """The product of the steps' polynomials of R, as `Q + keep I`.
+    """Returns the product of the steps' polynomials of R, as `Q + keep I`.
 
     The mean of the diagonal is kept apart, in float32: Q rounds what is left, and the
     error of bfloat16 is half of what it would be with the whole diagonal in it.
@@ -294,10 +293,10 @@ def _factor(
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds for good, and once.
+    """Rounds once, where no compiler can undo it.
 
-    A compiler may drop a conversion there and back, so that a sum would see the R
-    before and a product the R after; the Gram form does not survive that.
+    A compiler may drop a conversion there and back, so that a sum has an R that is not
+    rounded and a product one that is; the Gram form does not survive that.
     """
     return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 
@@ -308,7 +307,7 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mirrored(corner: jax.Array, below: jax.Array) -> jax.Array:
-    """A Hermitian matrix of its first block and the rows below that."""
+    """Returns a Hermitian matrix from its first block and the rows below that."""
     # A sum, since XLA for CPU compiles each concatenation by itself, and equal sums
     # once, with the arithmetic around them.
     half, rows = corner.shape[-1], below.shape[-2]

@@ -73,7 +73,7 @@ class NewtonSchulz:
             object.__setattr__(self, name, value)
 
     def orthogonalize(self, x: jax.Array) -> jax.Array:
-        """Every matrix of a stack `(..., m, n)`: [`newton_schulz`][]."""
+        """Orthogonalizes a stack `(..., m, n)`: [`newton_schulz`][]."""
         x = check_array("x", x)
         if x.ndim < 2 or not is_float(x.dtype):
             raise ValueError(
@@ -94,19 +94,19 @@ Orthogonalizer = Preset | Orthogonalizes | Callable[[jax.Array], jax.Array]
 
 
 def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
-    """The solver for what the user gave.
+    """Returns the solver for an orthogonalizer as the user gave it.
 
     **Raises:** `ValueError` for what is no orthogonalizer.
     """
     if isinstance(orthogonalizer, str) and orthogonalizer in NS_COEFFS:
         orthogonalizer = NewtonSchulz(cast(Preset, orthogonalizer))
     if isinstance(orthogonalizer, NewtonSchulz):
-        own = orthogonalizer
-        schedule = resolve_schedule(own.coeffs, own.steps)
+        chosen = orthogonalizer
+        schedule = resolve_schedule(chosen.coeffs, chosen.steps)
         short = ("float16", "bfloat16")
         unstable_in = tuple(x for x in short if find_unstable(schedule, x))
         return Polynomials(
-            schedule, own.method, own.dtype, own.preconditioning, unstable_in
+            schedule, chosen.method, chosen.dtype, chosen.preconditioning, unstable_in
         )
     function: Any = getattr(orthogonalizer, "orthogonalize", orthogonalizer)
     if isinstance(orthogonalizer, type) or not callable(function):
@@ -122,8 +122,8 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     try:
         hash(function)
     except TypeError:
-        # A dataclass or a module that is called: programs are found again by their
-        # solver, which has a hash, and a partial is compared by identity.
+        # Such as a dataclass with `__call__`. `jit` finds programs by the solver, which
+        # needs a hash; a partial has one, by identity.
         function = functools.partial(function)
     return Solver(function)
 

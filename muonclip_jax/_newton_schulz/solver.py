@@ -83,7 +83,7 @@ GPU = Platform(
     sums_rows=True,
     turns_tall=False,
 )
-#: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
+#: The best of several by the compiler for v5p (`benchmarks/tpu_ahead_of_time.py`).
 #: Several matrices arrive as blocks of one device after those of another, and to put
 #: each together is a copy: two of 2,048 x 2,048 take 7 % longer than one by one, and
 #: two of 2,048 x 512, whose products are short, 20 % less.
@@ -104,16 +104,15 @@ PLATFORMS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Solver:
-    """Orthogonalizes by a function of the user's, from a stack to the same shape.
+    """Orthogonalizes stacks by a user's function, which keeps their shape.
 
     Methods on arrays take and return `(..., m, n)`.
     """
 
     function: Any
-    #: That of a device, once `on_its_platform` has found it.
+    #: The platform of the program, once `on_its_platform` has set it.
     platform: Platform = dataclasses.field(default=CPU, kw_only=True)
-    #: Which one of the stacks of a shape in a program: each has factors of its own.
-    #: None in a loop.
+    #: The number of a stack among those of its shape in a program; `None` in a loop.
     nth: int | None = dataclasses.field(default=None, kw_only=True)
 
     #: Whether the transpose of a matrix gives the transpose of the result.
@@ -122,8 +121,8 @@ class Solver:
     def on_its_platform(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function(solver, *arguments)` with the solver of the platform.
 
-        That need not be the platform of the default backend, so only the compiler knows
-        it: what follows is traced for each, as `jax.export` for several of them needs.
+        Only the compiler knows the platform, which need not be the default backend's.
+        So the function is traced for each, as `jax.export` for several needs.
         """
 
         def branch(platform: Platform) -> Callable[..., Any]:
@@ -135,10 +134,10 @@ class Solver:
         return jax.lax.platform_dependent(self, *arguments, **branches)
 
     def of_stack(self, nth: int) -> "Solver":
-        """The solver of the `nth` stack of a shape in a program."""
-        # Where that changes nothing, one program is found again for all of them.
-        is_own = self.platform.adds_in_products
-        return dataclasses.replace(self, nth=nth) if is_own else self
+        """Returns the solver of the `nth` stack of a shape in a program."""
+        # If stacks have no factors of their own, one program serves all of them.
+        has_own_factors = self.platform.adds_in_products
+        return dataclasses.replace(self, nth=nth) if has_own_factors else self
 
     def orthogonalize(self, stack: jax.Array) -> jax.Array:
         return self.iterate(self.prepare(stack))
@@ -152,31 +151,30 @@ class Solver:
     @functools.partial(jax.jit, static_argnums=0)
     def iterate(self, stack: jax.Array) -> jax.Array:
         """Orthogonalizes a prepared stack; the result is float32 or wider."""
-        found = self.function(stack)
-        if getattr(found, "shape", None) != stack.shape:
+        result = self.function(stack)
+        if getattr(result, "shape", None) != stack.shape:
             raise ValueError(
-                f"the orthogonalizer returned {shown(found)} for a stack of matrices "
+                f"the orthogonalizer returned {shown(result)} for a stack of matrices "
                 f"{stack.shape}: it has to return an array of the same shape"
             )
-        return found.astype(stack.dtype)
+        return result.astype(stack.dtype)
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype in which matrices of `dtype` are sent between devices."""
+        """Returns the dtype in which matrices of `dtype` are sent between devices."""
         return np.promote_types(dtype, jnp.float32)
 
     def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` needs, up to a factor."""
+        """Returns the multiplications for a matrix of `shape`, up to a factor."""
         m, n = sorted(shape)
         return float(m * m * n)
 
     def orthogonalize_all(
         self, stack: jax.Array, count: jax.Array | None = None
     ) -> jax.Array:
-        """Orthogonalizes as many matrices of a stack at once as do well.
+        """Orthogonalizes a stack in batches, in place.
 
-        `count`: only the first ones, a number that may be known at run time alone; what
-        becomes of the rest is undefined. Results take the places of what they were made
-        of, so that there is one stack.
+        With a `count`, which may be traced, only that many matrices; the others become
+        anything.
         """
         slots, *shape = stack.shape
         step = self.batch_size(shape, slots)
@@ -195,12 +193,12 @@ class Solver:
     def batch_size(
         self, shape: Sequence[int], count: int, in_blocks: bool = False
     ) -> int:
-        """The matrices of a shape that are iterated at once, of so many."""
+        """Returns how many of `count` matrices of a shape are iterated at once."""
         most = self.platform.batch_entries
         if in_blocks:
             most = min(most, self.platform.block_entries)
         size = max(1, int(most // max(1, math.prod(shape))))
-        # Trips as even as they can be: what pads the last is iterated for nothing.
+        # Trips of one size, since padding in the last is iterated for nothing.
         return math.ceil(count / math.ceil(count / size)) if count else size
 
 
@@ -220,7 +218,7 @@ class Polynomials(Solver):
 
     @functools.partial(jax.jit, static_argnums=0)
     def prepare(self, *parts: jax.Array) -> jax.Array:
-        """Singular values in [0, 1], in the dtype of the iteration."""
+        """Brings singular values into [0, 1], in the dtype of the iteration."""
         dtype = self.iteration_dtype(parts[0].dtype)
         x = precondition(parts, self.preconditioning, self.platform.sums_rows)
         if self._adds(x.shape, dtype):
@@ -255,7 +253,7 @@ class Polynomials(Solver):
         return cost(m, n, self._passes(shape, self.iteration_dtype(dtype))[0])
 
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype to iterate matrices of `dtype` in."""
+        """Returns the dtype to iterate matrices of `dtype` in."""
         if jnp.issubdtype(dtype, jnp.complexfloating):
             return np.promote_types(self.dtype or dtype, jnp.complex64)
         if self.dtype is not None or dtype == jnp.float64:
@@ -270,10 +268,10 @@ class Polynomials(Solver):
         )
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
-        """How steps are collected, and whether that is the Gram form."""
+        """Returns the passes, and whether they are the Gram form."""
         m, n = sorted(shape)
-        # Exact products of float32, which the Gram form needs, are several times as
-        # slow on an accelerator as what the standard form makes do with.
+        # On an accelerator exact products of float32, which the Gram form needs, are
+        # several times as slow as those of the standard form.
         cheap = self.platform.name == "cpu" or jnp.finfo(dtype).bits == 16
         is_gram = self.method == "gram" or (
             self.method == "auto" and cheap and n >= GRAM_ASPECT_RATIO * m

@@ -7,9 +7,9 @@ none, X and R are held in units, Y = s X and r = u R, and a step is
     r = alpha Y Y^T,  z = r + square r r,  Y = Y + share z Y
 
 with `u = alpha s^2`, `square = c / (b u)` and `share = b / (a u)`. In exact arithmetic
-`I + share z` is `(a I + b R + c R^2) / a`, so s is divided by a. Of several steps, a
-pass, all but the last have `q = I + share z` rounded with its diagonal; R of the next
-step is `q R q`, and u is divided by `a^2`.
+`I + share z` is `(a I + b R + c R^2) / a`, so s is divided by a. In a pass of several
+steps all but the last round `q = I + share z` with its diagonal; R of the next step is
+`q R q`, and u is divided by `a^2`.
 """
 
 import functools
@@ -25,9 +25,9 @@ from .coefficients import Schedule
 from .iteration import Passes
 
 
-#: s at first, the same for all schedules. Entries of X, which are at most 2, and of R,
-#: at most 4, stay below what overflows float16, 2^16, and those of the size of a root
-#: mean square, 2^-12 in a matrix of 4,096 x 4,096, above 2^-14, where it loses bits.
+#: s at first, the same for all schedules. Entries of X, at most 2, and of R, at most 4,
+#: stay below 2^16, where float16 overflows. Entries of the size of a root mean square,
+#: 2^-12 in a matrix of 4,096 x 4,096, stay above 2^-14, where it loses bits.
 UNIT = 2.0**10
 #: Where s leaves this range X is multiplied by a power of two, by a kernel of its own.
 #: No preset comes there.
@@ -46,7 +46,7 @@ class Factors(NamedTuple):
 
 
 def can_add(passes: Passes, dtype: jnp.dtype) -> bool:
-    """Whether the form exists: units are quotients of a and b of every step."""
+    """Whether the form exists: units are quotients of every step's a and b."""
     return dtype == jnp.float16 and all(a and b for p in passes for a, b, _ in p)
 
 
@@ -77,11 +77,11 @@ def _after(factors: Factors, y: jax.Array, leaves: bool = False) -> jax.Array:
     total = None
     for square, share in early:
         z = _product(r, r, square, r) if square else r
-        # As users may ask of JAX, nothing is promoted to another rank unsaid.
+        # Broadcast here, since users may forbid JAX to promote ranks.
         one = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=jnp.float32), r.shape)
         q = (np.float32(share) * z.astype(jnp.float32) + one).astype(r.dtype)
-        # q r q. By q twice, what its rounding does to large singular values would come
-        # back to small ones; by z twice, two products would have one factor.
+        # q r q, with one product by q, and one by z. Two by q would bring its rounding
+        # of large singular values to small ones; two by z would share a factor.
         r = _product(r, q)
         r = _product(z, r, share, r)
         total = q if total is None else _product(total, q)
@@ -99,21 +99,21 @@ def _after(factors: Factors, y: jax.Array, leaves: bool = False) -> jax.Array:
 def _product(
     p: jax.Array, q: jax.Array, alpha: float = 1.0, c: jax.Array | None = None
 ) -> jax.Array:
-    """`alpha P Q + C`, rounded once."""
+    """Returns `alpha P Q + C`, rounded once."""
 
     def summed_in(dtype: Any):
         def one(p: jax.Array, q: jax.Array, *c: jax.Array) -> jax.Array:
-            found = jnp.matmul(p, q, preferred_element_type=dtype)
+            result = jnp.matmul(p, q, preferred_element_type=dtype)
             if alpha != 1:
-                found = found * jnp.asarray(np.float16(alpha), dtype)
+                result = result * jnp.asarray(np.float16(alpha), dtype)
             for x in c:
-                found = found + x.astype(dtype)
-            return found.astype(p.dtype)
+                result = result + x.astype(dtype)
+            return result.astype(p.dtype)
 
         return one
 
-    # All of it is one kernel on a GPU, where a sum in float32 would be one more. A CPU,
-    # where tests run this, would round three times.
+    # On GPU all is one kernel, to which a sum in float32 would add one. On CPU, where
+    # tests run, a sum in float16 would round three times.
     return jax.lax.platform_dependent(
         *((p, q) if c is None else (p, q, c)),
         cpu=summed_in(jnp.float32),
@@ -125,7 +125,7 @@ def _product(
 def _factors(
     passes: Passes, nth: int
 ) -> tuple[tuple[Factors, ...], float, frozenset[float]]:
-    """The factors of the `nth` stack, which none before it has, and s at the end.
+    """Returns the factors of the `nth` stack, which no earlier one has, and the last s.
 
     Last come all factors that are used up to here.
     """
@@ -154,8 +154,8 @@ class _FactorChoice:
     """
 
     def __init__(self, steps: Schedule, s: float, values: np.ndarray) -> None:
-        # R is held as large as X, but not smaller than it is: by all numbers of float16
-        # from that to four times as much.
+        # All numbers of float16 from `least` to four times that. With `least` R is held
+        # as large as X, but no smaller than it is.
         least = 2.0 ** round(math.log2(max(1, s) / s**2))
         self.grams = np.outer([least, 2 * least], 1 + np.arange(1024) / 1024).ravel()
         self.squares, self.shares = [], []
@@ -165,19 +165,19 @@ class _FactorChoice:
             square, share = _rounded(c / (b * u)), _rounded(b / (a * u))
             self.squares.append(square)
             self.shares.append(share)
-            own = share * a * u, share * square * a * u**2
-            self.values = _step(self.values, a, *(x[:, None] for x in own))
+            coefficients = share * a * u, share * square * a * u**2
+            self.values = _step(self.values, a, *(x[:, None] for x in coefficients))
             # z where singular values are 1. The last one decides, whose error is large
             # for `I + share z`. Near the next power of two float16 is the most exact.
             self.is_exact = 2 * np.frexp(np.abs(u * (1 + c / b)))[0] >= 1.4
             u = u / a**2
 
     def best(self, exact: np.ndarray, later: Schedule, used: set[float]) -> int:
-        """The factors not used so far with which all steps are most exact."""
-        found = self.values
+        """Returns the number of the most exact factors that are not used so far."""
+        values = self.values
         for triple in later:
-            found = _step(found, *triple)
-        error = np.square(found / exact - 1).mean(1)
+            values = _step(values, *triple)
+        error = np.square(values / exact - 1).mean(1)
         order = np.lexsort([error, ~self.is_exact]).tolist()
         rows = np.stack([self.grams, *self.squares, *self.shares], axis=1).tolist()
         best = next((k for k in order if used.isdisjoint(rows[k])), order[0])

@@ -106,15 +106,15 @@ def flax_dimension_numbers(
         ...     "experts_up": jnp.ones((4, 16, 32)),
         ... }
         >>> rules = {"experts_*": MuonDimensionNumbers(-2, -1)}
-        >>> found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
-        >>> found["attn"]["query"]["kernel"]
+        >>> numbers = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+        >>> numbers["attn"]["query"]["kernel"]
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     check_params("flax_dimension_numbers(params)", params)
     tree = paths.flatten(params)
-    reading = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
-    found = resolve_verdicts(dimension_numbers, tree, lambda _: reading)
-    return tree.unflatten(verdict.numbers for verdict in found)
+    named = ByNames(tree, stack_axes).verdicts(check_flag("per_head", per_head))
+    verdicts = resolve_verdicts(dimension_numbers, tree, lambda _: named)
+    return tree.unflatten(verdict.numbers for verdict in verdicts)
 
 
 def resolve_verdicts(
@@ -125,7 +125,7 @@ def resolve_verdicts(
     is_named_per_head: bool = False,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
-    """The verdict on each leaf, whichever way its numbers were given.
+    """Returns the verdict on each leaf, whichever way its numbers were given.
 
     `read` finds the verdicts on leaves that no pattern matches. Leaves that are
     `described` otherwise may be left open.
@@ -137,10 +137,10 @@ def resolve_verdicts(
         return []
     given: Any = dimension_numbers
     # A function may answer None: AdamW for all of its leaves.
-    is_found = given is None
-    if not is_found and paths.is_function(given):
+    is_automatic = given is None
+    if not is_automatic and paths.is_function(given):
         given = given(tree.rebuilt())
-    if not is_found and not is_patterns(given, tree):
+    if not is_automatic and not is_patterns(given, tree):
         check_no_number("dimension_numbers", given, tree)
         if is_named_per_head:
             raise ValueError(
@@ -157,14 +157,14 @@ def resolve_verdicts(
             "patterns, such as 'mlp*' in place of 'mlp'",
         )
         return [_given(entry) for entry in entries]
-    found = {**read(tree)}
+    verdicts = {**read(tree)}
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
-        if numbers != AUTOMATIC and found[path].source != "hidden":
-            found[path] = _given(numbers)
-    asked = [p for p, x in found.items() if not x.is_known and p not in described]
+        if numbers != AUTOMATIC and verdicts[path].source != "hidden":
+            verdicts[path] = _given(numbers)
+    asked = [p for p, x in verdicts.items() if not x.is_known and p not in described]
     if asked:
-        raise ValueError(question(tree, found, asked))
-    return list(found.values())
+        raise ValueError(question(tree, verdicts, asked))
+    return list(verdicts.values())
 
 
 def _given(numbers: Any) -> Verdict:
@@ -173,33 +173,32 @@ def _given(numbers: Any) -> Verdict:
 
 
 def completed(tree: paths.PathedTree, read: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of a trace, with those by names where it does not show a use.
+    """Returns a trace's verdicts, with those by names where it does not show a use.
 
     Names are asked once, about the whole tree, so that all who use a reading say the
     same of a leaf, and a mask changes nothing. A leaf that names leave open, too, is a
     vector that the user is asked about.
     """
     if not any(
-        use.kind == "elementwise" and names.is_layer(path) if use.is_known else True
-        for path, _, use in tree.rows(read)
+        not x.is_known or (x.kind == "elementwise" and names.is_layer(path))
+        for path, _, x in tree.rows(read)
     ):
         return [*read]
     named, verdicts = ByNames(tree).verdicts(), []
-    for path, _, use in tree.rows(read):
-        name = named[path]
-        is_sure = name.numbers is not None and name.is_known and names.is_layer(path)
-        if not use.is_known:
-            label = name.label if name.is_known else "vector"
-            about = dict(label=label, source="unread", line=use.line, use=use.kind)
-            use = name._replace(**about)
-        # A kernel of a known layer, on entries of which the function seems to work one
-        # by one: either may be wrong, as where a reading lacks a rule for a library's
-        # own products, and nothing else would show it.
-        elif use.kind == "elementwise" and is_sure:
-            kind = f"a kernel by its name, but multiplied entry by entry at {use.line}"
-            about = dict(numbers=name.numbers, kind=kind, is_known=False)
-            use = use._replace(**about)
-        verdicts.append(use)
+    for path, _, traced in tree.rows(read):
+        by_name = named[path]
+        is_kernel = by_name.numbers is not None and by_name.is_known
+        if not traced.is_known:
+            label = by_name.label if by_name.is_known else "vector"
+            line, use = traced.line, traced.kind
+            traced = by_name._replace(label=label, source="unread", line=line, use=use)
+        # By its name it is a kernel, by the trace it is multiplied entry by entry.
+        # Either may be wrong, as where a reading lacks a rule for a library's products.
+        elif traced.kind == "elementwise" and is_kernel and names.is_layer(path):
+            kind = "a kernel by its name, but multiplied entry by entry at "
+            changes = dict(numbers=by_name.numbers, kind=kind + traced.line)
+            traced = traced._replace(**changes, is_known=False)
+        verdicts.append(traced)
     return verdicts
 
 
@@ -216,8 +215,8 @@ def views_of(
         try:
             view = matrix_view(shape, numbers)
         except ValueError as error:
-            at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
-            raise ValueError(f"{at}: {error}") from None
+            where = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
+            raise ValueError(f"{where}: {error}") from None
         # A square matrix has one scale, whichever side is the input.
         is_directed = (
             not isinstance(numbers, UnknownDirection) or view.fan_in == view.fan_out

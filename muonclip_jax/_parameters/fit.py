@@ -13,7 +13,7 @@ from . import paths
 
 
 def check_params(call: str, params: Any) -> None:
-    """Raises for a reading or a state where params are needed; `call` is as it is."""
+    """Raises for a reading or a state in place of params, naming the right `call`."""
     if is_reading(params):
         got = "a reading (its table is print(reading), and it is given as model=)"
     elif any(map(_is_state, jax.tree.leaves(params, is_leaf=_is_state))):
@@ -65,22 +65,22 @@ def check_fit(updates: Any, params: Any, kind: str = "gradient") -> None:
 
 
 def _how_they_differ(updates: Any, params: Any, kind: str) -> str:
-    found = f"{kind}s and params have different structures: "
+    message = f"{kind}s and params have different structures: "
     is_pair = isinstance(updates, tuple) and len(updates) == 2
     if is_pair and jax.tree.structure(updates[1]) == jax.tree.structure(params):
-        return f"{found}got (value, gradients), as jax.value_and_grad returns them"
+        return f"{message}got (value, gradients), as jax.value_and_grad returns them"
     mine, theirs = paths.flatten(updates), paths.flatten(params)
-    own, its = {*mine.paths}, {*theirs.paths}
-    lacks = {f"{kind}s": its - own, "params": own - its}
+    my_paths, their_paths = {*mine.paths}, {*theirs.paths}
+    lacks = {f"{kind}s": their_paths - my_paths, "params": my_paths - their_paths}
     which = [f"the {x} lack {paths.show_all(sorted(y))}" for x, y in lacks.items() if y]
-    found += "; ".join(which) or _other_containers(updates, params, kind)
+    message += "; ".join(which) or _other_containers(updates, params, kind)
     others = [x for x in theirs.leaves if not paths.is_masked(x)]
     if not all(map(paths.is_array, others)):
-        found += (
+        message += (
             ". Give an Equinox model as eqx.filter(model, eqx.is_inexact_array), like "
             "its gradients"
         )
-    return found
+    return message
 
 
 def _other_containers(updates: Any, params: Any, kind: str) -> str:

@@ -1,10 +1,10 @@
 """Leaves of one layer: what is left of a stacked leaf, turned and named as in Flax.
 
-Layers are stacked where `stack_axes` or the leaf's axis names say. Else vectors give
-them away: in one layer a norm has one axis. Where every leaf under a module has the
-same sizes at the same place, and its norms have just those axes more, they are a stack:
-in front, as Flax, Haiku and Haliax put it, after the first axis, as MaxText does, or at
-the end.
+Layers are stacked where `stack_axes` or the leaf's axis names say. Otherwise norms show
+them, which have one axis in one layer. If all leaves under a module have the same sizes
+at the same place, and its norms have only these axes besides their one, these axes are
+a stack: in front, as in Flax, Haiku and Haliax, after the first axis, as in MaxText, or
+at the end.
 """
 
 import re
@@ -22,48 +22,48 @@ from .paths import is_masked, LeafAt, Path, Shape
 def find_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, LayerStack]:
-    """The stack of each leaf: given, or shared by all leaves of a module."""
-    found = given_stacks(leaf_at, stack_axes, axis_names)
+    """Returns the stack of each leaf: given, or shared by all leaves of a module."""
+    stacks = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
     hiding: set[Path] = set()  # modules of which a mask hides a part
     for path, leaf in leaf_at.items():
         modules = [path[:depth] for depth in range(len(path))]
         if is_masked(leaf):
             hiding.update(modules)
-        elif path not in found:
+        elif path not in stacks:
             for module in modules:
                 members.setdefault(module, {})[path] = tuple(leaf.shape)
     outermost = sorted(members, key=len)
     for i, module in enumerate(outermost):  # the outermost of nested stacks
-        if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
+        if len(members[module]) > 1 and stacks.keys().isdisjoint(members[module]):
             first, *others = [*_shared(members[module]), {}]
             if first and module in hiding:
                 # Hidden leaves may not share it: then it is at another place, or
-                # there are stacks in what the module holds.
+                # modules inside this one have stacks.
                 inner = (x for x in outermost[i + 1 :] if x[: len(module)] == module)
                 inner = (members[x] for x in inner if len(members[x]) > 1)
                 others += [each for shapes in inner for each in _shared(shapes)]
                 is_sure = all(first[p] == x for each in others for p, x in each.items())
                 first = {p: x._replace(is_sure=is_sure) for p, x in first.items()}
-            found |= first
-    return dict.fromkeys(leaf_at, LayerStack(0, 0)) | found
+            stacks |= first
+    return dict.fromkeys(leaf_at, LayerStack(0, 0)) | stacks
 
 
 def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, LayerStack]]:
-    """The stacks that all leaves under a module share, the likeliest first."""
+    """Returns the stacks that all leaves under a module share, the likeliest first."""
     norms = {p for p in shapes if names.is_norm(p)}
     kernels = {p for p in shapes if p[-1] in names.KERNELS} - norms
     # Libraries put layers first, after the first axis, or last.
     vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
-        # A bias may have an axis of heads, which a kernel has after its first. Only one
-        # that is not just the last axes of its kernel is of a stack.
+        # A bias may have an axis of heads, which a kernel has after its first. Only a
+        # bias that differs from the last axes of its kernel shows a stack.
         biases = {p[:-1]: without_ones(x) for p, x in shapes.items() if p[-1][0] == "b"}
         pairs = [(biases.get(p[:-1], ()), shapes[p]) for p in kernels]
         if any(bias != kernel[-len(bias) :] for bias, kernel in pairs if bias):
             vectors, places = [bias for bias, _ in pairs if bias], (0,)
     depth = min(map(len, vectors), default=0) - 1
-    # A gain for each output of the one kernel there, as of each head, is no stack.
+    # A gain for each output of the only kernel, such as one per head, is no stack.
     is_one = len(kernels) == 1 and all(
         x == shapes[p][-len(x) :] for p in kernels for x in vectors
     )
@@ -71,9 +71,9 @@ def _shared(shapes: Mapping[Path, Shape]) -> list[dict[Path, LayerStack]]:
         return []
     shared = []
     for axis in places:
-        at = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
-        if len({x and x.sizes(shapes[p]) for p, x in at.items()}) == 1:
-            shared.append({p: x for p, x in at.items() if x})
+        stack_of = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
+        if len({x and x.sizes(shapes[p]) for p, x in stack_of.items()}) == 1:
+            shared.append({p: x for p, x in stack_of.items() if x})
     return shared
 
 
@@ -85,11 +85,11 @@ def without_ones(bias: Shape) -> Shape:
 class FlaxLeaf(NamedTuple):
     """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
 
-    own: Path
-    path: Path
+    tree_path: Path  # in the tree
+    path: Path  # in Flax's words
     shape: Shape
-    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
-    bias: Shape | None  # alongside it; of no axes where a mask hides it
+    axes: tuple[int, ...]  # the leaf's, from the end, of each axis of the shape
+    bias: Shape | None  # next to it; `()` if a mask hides it
     kind: str  # by its name
     is_turned: bool  # the leaf has its outputs first
     is_hidden: bool  # by a mask
@@ -141,7 +141,7 @@ class FlaxLeaf(NamedTuple):
         return self.shape[0 if self.is_turned else -2]
 
     def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
-        """Dimension numbers of the leaf, from axes of the shape."""
+        """Returns dimension numbers of the leaf, from axes of the shape."""
         sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
@@ -149,93 +149,94 @@ class FlaxLeaf(NamedTuple):
 def leaves_of(
     leaf_at: LeafAt, stacks: Mapping[Path, LayerStack]
 ) -> dict[Path, FlaxLeaf]:
-    """One layer of each leaf in Flax's words, turned where its outputs come first."""
-    layers, axes_of = {}, {}
-    for own, (start, depth, _) in stacks.items():
-        shape = () if is_masked(leaf_at[own]) else tuple(leaf_at[own].shape)
+    """Returns one layer of each leaf in Flax's words, turned if outputs come first."""
+    shapes, axes_of = {}, {}
+    for tree_path, (start, depth, _) in stacks.items():
+        shape = () if is_masked(leaf_at[tree_path]) else tuple(leaf_at[tree_path].shape)
         kept = [i for i in range(len(shape)) if not start <= i < start + depth]
-        layers[own] = tuple(shape[i] for i in kept)
-        axes_of[own] = tuple(i - len(shape) for i in kept)
-    written = _in_flax(layers)
-    layer_at = {path: layers[own] for own, path in written.items()}
-    bias_of = {own: layer_at.get((*x[:-1], "bias")) for own, x in written.items()}
+        shapes[tree_path] = tuple(shape[i] for i in kept)
+        axes_of[tree_path] = tuple(i - len(shape) for i in kept)
+    written = _in_flax(shapes)
+    layer_at = {path: shapes[tree_path] for tree_path, path in written.items()}
+    bias_of = {p: layer_at.get((*x[:-1], "bias")) for p, x in written.items()}
 
-    def is_outputs_first(own: Path) -> bool | None:
+    def is_outputs_first(tree_path: Path) -> bool | None:
         """Whether a bias shows that outputs come first; `None` if it is open."""
-        shape, bias = layers[own], without_ones(bias_of[own] or ())
+        shape, bias = shapes[tree_path], without_ones(bias_of[tree_path] or ())
         first, last = shape[:1] == bias, shape[-1:] == bias
         return first if first != last and len(shape) > 1 else None
 
     # In Equinox and Haliax the outputs of a `weight` come first, unless the biases of
     # other weights disagree. Square kernels, and kernels without a bias, have no vote.
     weights = {
-        own
-        for own, path in written.items()
-        if own and _apart(own[-1])[-1] == "weight" and path[-1] == "kernel"
+        tree_path
+        for tree_path, path in written.items()
+        if tree_path and _apart(tree_path[-1])[-1] == "weight" and path[-1] == "kernel"
     }
     votes = [x for x in map(is_outputs_first, weights) if x is not None]
     weights_turned = sum(votes) * 2 >= len(votes)
-    found: dict[Path, FlaxLeaf] = {}
-    for own, path in written.items():
-        shape, axes, bias = layers[own], axes_of[own], bias_of[own]
+    leaves: dict[Path, FlaxLeaf] = {}
+    for tree_path, path in written.items():
+        shape, axes, bias = shapes[tree_path], axes_of[tree_path], bias_of[tree_path]
         is_kernel = path[-1:] == ("kernel",)
-        spelled = _apart(own[-1])[-1] if is_kernel else "".join(path[-1:])
+        spelled = _apart(tree_path[-1])[-1] if is_kernel else "".join(path[-1:])
         kind = names.kind((*path[:-1], spelled))
         is_array = kind == "embedding" and not is_kernel
-        is_turned = False if is_array else is_outputs_first(own)
+        is_turned = False if is_array else is_outputs_first(tree_path)
         if is_turned is None:
-            is_weight = own in weights and weights_turned and kind != "embedding"
+            is_weight = tree_path in weights and weights_turned and kind != "embedding"
             is_turned = is_weight and without_ones(bias or ()) != shape  # else a gain
         # All axes of heads come first.
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
-        by = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
-        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = FlaxLeaf(
-            own, path, shape, axes, bias, kind, is_turned, is_masked(leaf_at[own])
+        shift = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
+        shape, axes = shape[shift:] + shape[:shift], axes[shift:] + axes[:shift]
+        is_hidden = is_masked(leaf_at[tree_path])
+        leaves[tree_path] = FlaxLeaf(
+            tree_path, path, shape, axes, bias, kind, is_turned, is_hidden
         )
-    return found
+    return leaves
 
 
 def _apart(name: str) -> list[str]:
-    """The modules and the leaf in one name. e3nn writes `w[0,1] 32x0e,8x1o`."""
+    """Splits a name into modules and a leaf. e3nn writes `w[0,1] 32x0e,8x1o`."""
     return re.sub(r"^(w|weight|kernel)\[.*", r"\1", name).split(".")
 
 
-def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
-    """The path of every leaf in Flax's words."""
+def _in_flax(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
+    """Returns the path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
-    for own, shape in layers.items():
+    for tree_path, shape in shapes.items():
         # penzai writes `query.weights`, a checkpoint of PyTorch the whole path, SAM in
         # Scenic `layers.2`.
-        above = [x for name in own[:-1] for x in name.split(".")]
-        *module, last = (*above, *_apart(own[-1])) if own else ("",)
-        if last == "b" and (*own[:-1], "w") in layers:
+        above = [x for name in tree_path[:-1] for x in name.split(".")]
+        *module, last = (*above, *_apart(tree_path[-1])) if tree_path else ("",)
+        if last == "b" and (*tree_path[:-1], "w") in shapes:
             last = "bias"
         elif last in ("w", "weight", "weights") and (
-            module or (last == "weight" and ("bias",) in layers)
+            module or (last == "weight" and ("bias",) in shapes)
         ):
             # A weight with more axes than its bias is a layer, whatever its name.
-            bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
-            is_gain = names.is_norm(own) and not 0 < len(bias) < len(shape)
+            name = "bias" if last == "weight" else "b"
+            bias = shapes.get((*tree_path[:-1], name), ())
+            is_gain = names.is_norm(tree_path) and not 0 < len(bias) < len(shape)
             last = "scale" if is_gain else "kernel"
-        elif last in ("0", "1") and (*own[:-1], "2") not in layers:
+        elif last in ("0", "1") and (*tree_path[:-1], "2") not in shapes:
             # A pair of arrays whose second is a bias: stax, and lists written by hand.
-            kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
+            kernel, bias = (shapes.get((*tree_path[:-1], i), ()) for i in "01")
             if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
                 last = "kernel" if last == "0" else "bias"
-        written[own] = (*module, last) if own else own
+        written[tree_path] = (*module, last) if tree_path else tree_path
     # The roles of what is in each module, if it has those of attention.
     named = {path[: i + 1] for path in written.values() for i in range(len(path))}
     count = Counter((x[:-1], names.projection(x[-1])) for x in named)
-    for own, path in written.items():
+    for tree_path, path in written.items():
         for depth in range(max(len(path) - 2, 0), len(path)):
             module, rest = path[:depth], path[depth + 1 :]
             role = names.projection(path[depth])
-            # One module alone may have this role, and a bare array counts only next to
-            # an output.
+            # Only one module may have the role, and a bare array needs a module `out`.
             is_one = role and count[module, role] == 1
             has_others = count[module, "query"] and count[module, "key"]
             if is_one and has_others and (rest or count[module, "out"]):
-                written[own] = (*module, role, *(rest or ("kernel",)))
+                written[tree_path] = (*module, role, *(rest or ("kernel",)))
                 break
     return written

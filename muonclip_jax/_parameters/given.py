@@ -11,12 +11,12 @@ from . import paths
 from .paths import Path, PathedTree, show
 
 
-#: What a rule says of a leaf that is to be found automatically after all.
+#: The entry of a leaf whose axes are to be found automatically after all.
 AUTOMATIC = "auto"
 
 
 def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:
-    """Raises for one number in place of a tree: what a function became.
+    """Raises for one number in place of a tree, which a function became.
 
     `optax.inject_hyperparams` calls it with the step, which has no leaves to speak of.
     """
@@ -50,7 +50,7 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
 def by_pattern(
     patterns: Mapping[str, Any], tree_paths: Sequence[Path]
 ) -> dict[Path, Any]:
-    """The entry of each path that a pattern matches, of the longest if several do.
+    """Returns the entry of each path that patterns match, of the longest of them.
 
     A pattern matches a path or the beginning of one, a module; `*` stands for slashes
     too. A name as it is written matches itself, brackets and all.
@@ -59,19 +59,19 @@ def by_pattern(
     nothing.
     """
     for pattern, entry in patterns.items():
-        known = entry is None or is_axes(entry)
-        if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
+        is_numbers = entry is None or is_axes(entry)
+        if not is_numbers and not (isinstance(entry, str) and entry == AUTOMATIC):
             raise ValueError(
                 f"dimension_numbers of '{pattern}' is {entry!r}; expected "
                 "optax.contrib.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or "
                 "'auto'"
             )
-    found: dict[Path, Any] = {}
+    entry_of: dict[Path, Any] = {}
     unused = dict.fromkeys(patterns)
     for path in tree_paths:
-        # The whole path and every module around it: a pattern of a module is of all of
-        # its leaves. `fnmatch` reads brackets as sets of letters, and names of modules
-        # have some, as `layers[0]`: hence equality first.
+        # The whole path and every module around it: a pattern of a module is one of all
+        # its leaves. Names are compared first, since `fnmatch` reads the brackets of
+        # `layers[0]` as a set of letters.
         starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
         hits = [
             pattern
@@ -79,16 +79,16 @@ def by_pattern(
             if any(x == pattern or fnmatch.fnmatchcase(x, pattern) for x in starts)
         ]
         if hits:
-            found[path] = patterns[max(hits, key=len)]
+            entry_of[path] = patterns[max(hits, key=len)]
             unused = dict.fromkeys(x for x in unused if x not in hits)
     if unused:
-        example = show(next(iter([*found, *tree_paths]), ()))
+        example = show(next(iter([*entry_of, *tree_paths]), ()))
         raise ValueError(
             "dimension_numbers: no parameter matches "
             f"{', '.join(map(repr, unused))}. Patterns match whole paths, such as "
             f"{example!r}; '*' stands for any characters, including slashes"
         )
-    return found
+    return entry_of
 
 
 def broadcast(
@@ -100,7 +100,7 @@ def broadcast(
     expected: str,
     remedy: str = "",
 ) -> list[Any]:
-    """Gives every leaf the entry whose path begins its own.
+    """Returns for every leaf the entry at its path, or else at a module above it.
 
     Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
     `update` plain dicts. `name`, `expected` and `remedy` are for the messages.
@@ -119,14 +119,14 @@ def broadcast(
             )
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.
-    leaf_at, found, missing = tree.by_path(), [], []
+    leaf_at, leaf_entries, missing = tree.by_path(), [], []
     unused = [path for path, entry in entries.items() if entry is not None]
     used: set[Path] = set()
     for path in tree.paths:
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
-        found.append(entries[starts[-1]] if starts else None)
-        # A mask may hide a module as one, and its entries are then below.
+        leaf_entries.append(entries[starts[-1]] if starts else None)
+        # A mask may hide a module as a whole, and entries are below it.
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
         raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")
@@ -135,4 +135,4 @@ def broadcast(
         raise ValueError(
             f"{name} names {paths.show_all(unused)}, but no parameter has such a path"
         )
-    return found
+    return leaf_entries

@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from . import names
 from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
 
 
 #: The axis of the layers in the leaves of a module that is stacked, by its path.
 StackAxes = Mapping[str, int]
 IN_FRONT: StackAxes = MappingProxyType({})
-
-#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
-_LAYERS = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
-_LAYERS |= {"dense_layers", "moe_layers"}
-_EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 
 class LayerStack(NamedTuple):
@@ -33,7 +29,7 @@ class LayerStack(NamedTuple):
 
 
 def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
-    """A stack that begins at an axis or, from the end, ends there, if it can."""
+    """Returns the stack that begins at an axis, or ends there if that is negative."""
     start = axis if axis >= 0 else axis + rank + 1 - depth
     return LayerStack(start, depth) if 0 <= start <= rank - depth else None
 
@@ -41,7 +37,7 @@ def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
 def given_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, LayerStack]:
-    """The stacks of leaves whose modules `stack_axes` names, or whose axes have names.
+    """Returns stacks of leaves whose modules `stack_axes` or whose axes name them.
 
     **Raises:** `ValueError` for modules that the params lack, and for leaves that lack
     the axis.
@@ -51,27 +47,28 @@ def given_stacks(
     absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
     if absent and leaf_at:
         raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-    found: dict[Path, LayerStack] = {}
+    stacks: dict[Path, LayerStack] = {}
     strays = []
     for path, leaf in leaf_at.items():
         if is_masked(leaf):
             continue
         rank = len(leaf.shape)
         around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
-        named = [
+        layer_axes = [
             i
             for i, x in enumerate(axis_names.get(path, ()))
-            if x in _LAYERS or (x in _EXPERTS and i < rank - 1)
+            # The last axis of a router counts experts, and stacks nothing.
+            if x in names.LAYER_AXES or (x in names.EXPERT_AXES and i < rank - 1)
         ]
         if around:
             # Scalars of layers are stacked along their only axis, whatever is given.
             axis = around[-1] if rank > 1 else 0
             stack = stack_at(axis, rank, min(1, rank))
-            found[path] = stack or LayerStack(0, 0)
+            stacks[path] = stack or LayerStack(0, 0)
             shape = tuple(leaf.shape)
             strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
-        elif named and named[-1] - named[0] == len(named) - 1:
-            found[path] = LayerStack(named[0], len(named))
+        elif layer_axes and layer_axes[-1] - layer_axes[0] == len(layer_axes) - 1:
+            stacks[path] = LayerStack(layer_axes[0], len(layer_axes))
     if strays:
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
-    return found
+    return stacks

@@ -35,7 +35,7 @@ LAYOUTS += tuple({role: f"L{x}" for role, x in each.items()} for each in _FLAT)
 
 
 class LayerAxes(NamedTuple):
-    """Axes of inputs and of outputs, of those of one layer."""
+    """The axes of inputs and of outputs in one layer."""
 
     inputs: Sequence[int]
     outputs: Sequence[int]
@@ -46,38 +46,38 @@ DENSE = LayerAxes((-2,), (-1,))
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 ATTENTION = WITH_HEADS | {"out"}
-_ROLES = {role for layout in LAYOUTS for role in layout}
+_LAYOUT_ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 def layouts_of(leaves: Iterable[FlaxLeaf]) -> dict[Path, dict[str, Any]]:
-    """The role of every kernel that a layout may name, and the letters that fit it.
+    """Returns the role of every kernel that a layout may name, and fitting letters.
 
     Several if layouts fit that take the kernel apart differently.
     """
     modules: dict[Path, dict[str, FlaxLeaf]] = {}
     for leaf in leaves:
-        at = len(leaf.path) - 1 - leaf.is_kernel
-        name = "".join(leaf.path[at : at + 1])
-        if name in _ROLES and leaf.shape:
-            modules.setdefault(leaf.path[:at], {})[name] = leaf
-    found: dict[Path, dict[str, Any]] = {}
+        depth = len(leaf.path) - 1 - leaf.is_kernel
+        name = "".join(leaf.path[depth : depth + 1])
+        if name in _LAYOUT_ROLES and leaf.shape:
+            modules.setdefault(leaf.path[:depth], {})[name] = leaf
+    layouts: dict[Path, dict[str, Any]] = {}
     for members in modules.values():
         fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
             letters = {sides_of(layout[role]): layout[role] for layout in fitting}
             # A name by itself, such as `linear`, is no role unless its shape fits.
             is_role = bool(fitting) or len(members) > 1
-            about = dict(role=role if is_role else "", letters=tuple(letters.values()))
-            found[leaf.own] = about
-    return found
+            fields = dict(role=role if is_role else "", letters=tuple(letters.values()))
+            layouts[leaf.tree_path] = fields
+    return layouts
 
 
 def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
-    """Checks that one letter is one size, whichever kernels have it."""
+    """Checks that one letter is one size in all kernels."""
     if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
         return False
-    # Features as many as heads hold would be a coincidence in a stack; and in Flax a
-    # query without a value has heads, fewer than features.
+    # If features equal heads times head_dim, the first axis is no stack; and in Flax a
+    # query without a value has fewer heads than features.
     features, *heads = (members.get("query") or next(iter(members.values()))).shape
     has_heads = features == math.prod(heads)
     has_heads |= "value" not in members and features >= max(heads[:1], default=0)
@@ -101,7 +101,7 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, FlaxLeaf]) -> bool:
 
 
 def sides_of(letters: str) -> LayerAxes:
-    """Input and output axes of a kernel in a layout, from the end."""
+    """Returns input and output axes of a kernel in a layout, from the end."""
     axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
     inputs = tuple(i for i, x in axes if x.islower())
     return LayerAxes(inputs, tuple(i for i, x in axes if x.isupper()))

@@ -1,4 +1,4 @@
-"""What a leaf is by its name, its shape and what is next to it: a list of rules.
+"""Rules that decide what a leaf is, by its name, its shape and its neighbors.
 
 Leaves are first written as Flax would have them, one layer of each stack, so that one
 list serves all libraries. The first rule that holds decides; `outputs` then looks for
@@ -23,12 +23,10 @@ from .verdict import UnknownDirection, Verdict
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 _HEADS = 16  # of attention, or streams, experts, tokens: far fewer than features
-_ROUTERS = {"router", "gate", "gates"}
-_EXPERTS = {"expert", "experts"}
 
 
 class LeafRule(NamedTuple):
-    """A kind of leaf, when it holds, and what is said of it.
+    """A kind of leaf: its condition and its label.
 
     The condition of a matrix returns its sides. With "asked" in place of a label, an
     error asks the user.
@@ -40,20 +38,20 @@ class LeafRule(NamedTuple):
     is_sure: Callable[[FlaxLeaf], bool] = lambda x: True
 
     def verdict(self, leaf: FlaxLeaf) -> Verdict | None:
-        found = self.holds(leaf)
-        if not found:
+        sides = self.holds(leaf)
+        if not sides:
             return None
         if self.label == "asked":
             return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
-        numbers = leaf.numbers(*found) if isinstance(found, LayerAxes) else None
-        # Biases show which way round weights are, those of others, too.
-        is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
+        numbers = leaf.numbers(*sides) if isinstance(sides, LayerAxes) else None
+        # Biases show the direction of weights, also of other layers' weights.
+        is_open = leaf.hides and (leaf.tree_path[-1:] == ("weight",) or leaf.bias == ())
         if numbers and leaf.rank == 2 and is_open:
             numbers = UnknownDirection(*numbers)
         return Verdict(self.label, numbers, self.kind, is_sure=self.is_sure(leaf))
 
 
-def is_said(x: FlaxLeaf) -> bool:
+def is_named(x: FlaxLeaf) -> bool:
     """A kernel with a bias, or in a module that has a name, not a number in a list."""
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
@@ -94,7 +92,7 @@ def is_depthwise(x: FlaxLeaf) -> bool:
 
 def is_hidden(x: FlaxLeaf) -> bool:
     """A mask hides norms and biases, which would show stacks and windows."""
-    is_open = x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)
+    is_open = x.tree_path[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)
     return x.hides and is_open
 
 
@@ -109,7 +107,7 @@ def by_layout(x: FlaxLeaf) -> LayerAxes | None:
 
 
 def as_expert(x: FlaxLeaf) -> LayerAxes | None:
-    """The sides of a kernel of as many experts as its router has outputs.
+    """Returns the sides of a kernel of as many experts as its router has outputs.
 
     HuggingFace has outputs first in some models: what is called down gives features,
     and what is called up or gate takes them.
@@ -117,9 +115,9 @@ def as_expert(x: FlaxLeaf) -> LayerAxes | None:
     features, count = x.experts or (0, 0)
     if x.rank < 3 or x.shape[-3] != count or features not in x.shape[-2:]:
         return None
-    said = {*names.words(x.own[-1]), *names.words(x.module)}
-    is_told = said & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
-    is_turned = is_told and (x.shape[-1] == features) != ("down" in said)
+    words = {*names.words(x.tree_path[-1]), *names.words(x.module)}
+    has_direction = words & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
+    is_turned = has_direction and (x.shape[-1] == features) != ("down" in words)
     return LayerAxes((-1,), (-2,)) if is_turned else DENSE
 
 
@@ -149,7 +147,7 @@ RULES = (
     # Gains of a layer, a token: one row has no singular values to make even.
     LeafRule("vector", lambda x: is_array(x) and len(without_ones(x.shape)) < 2),
     LeafRule("bias", lambda x: x.kind == "bias"),
-    # A shift of the same shape makes a gain of a kernel, whatever its name.
+    # A kernel with a shift of the same shape is a gain, whatever its name.
     LeafRule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
     LeafRule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
     # A table of one row is added and not looked up.
@@ -183,8 +181,8 @@ OF_TWO_AXES = (
         is_sure=lambda x: False,
     ),
     LeafRule("open", is_small, "asked"),
-    LeafRule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_said),
-    LeafRule("inputs, outputs", lambda x: DENSE, "matrix", is_said),
+    LeafRule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_named),
+    LeafRule("inputs, outputs", lambda x: DENSE, "matrix", is_named),
 )
 #: Leaves of more axes: shapes together decide, or a bias, or the name of a window.
 OF_MORE_AXES = (
@@ -207,7 +205,7 @@ OF_MORE_AXES = (
 
 
 def _guess(x: FlaxLeaf) -> Any:
-    """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
+    """Returns axes for the user to check: of heads, a window, or a stack of kernels."""
     if x.rank == 3 and x.module in WITH_HEADS:
         return x.numbers((-3,), (-2, -1))
     is_window = x.is_turned and x.rank > 2 and max(x.window) <= _PATCH
@@ -224,19 +222,21 @@ class ByNames:
         self.leaf_at = tree.by_path()
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
         leaves = leaves_of(self.leaf_at, self.stacks)
-        for own, axes in tree.axis_names.items():
+        for tree_path, axes in tree.axis_names.items():
             if "vocab" in axes:
-                is_first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
+                is_first = axes.index("vocab") - len(axes) == leaves[tree_path].axes[0]
                 kind = "embedding" if is_first else "head"
-                leaves[own] = leaves[own]._replace(kind=kind)
+                leaves[tree_path] = leaves[tree_path]._replace(kind=kind)
         hidden = {path for path, x in self.leaf_at.items() if is_masked(x)}
         self.hides = any(map(names.is_vector, hidden))
         # A mask of matrices hides vectors, tables and heads, which its maker knew.
         vectors = {x for x in leaves if names.is_vector(x)}
-        vectors |= {x.own for x in leaves.values() if x.kind not in ("", "head")}
-        tables = {x.own for x in leaves.values() if x.kind == "embedding"}
-        in_sight = [x for x in leaves.values() if x.own not in hidden]
-        has_others = any(x.rank < 2 or x.kind or x.own in vectors for x in in_sight)
+        vectors |= {x.tree_path for x in leaves.values() if x.kind not in ("", "head")}
+        tables = {x.tree_path for x in leaves.values() if x.kind == "embedding"}
+        in_sight = [x for x in leaves.values() if x.tree_path not in hidden]
+        has_others = any(
+            x.rank < 2 or x.kind or x.tree_path in vectors for x in in_sight
+        )
         may_hide_heads = bool(hidden - vectors or hidden & tables)
         self.is_of_matrices = self.hides and may_hide_heads and not has_others
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
@@ -247,72 +247,72 @@ class ByNames:
         if hidden - vectors:
             width = math.inf
         self.leaves = {
-            own: x._replace(
-                experts=experts.get(own),
+            tree_path: x._replace(
+                experts=experts.get(tree_path),
                 is_part=x.path[:-1] in modules,
                 width=width,
                 hides=self.hides,
-                **layouts.get(own, {}),
+                **layouts.get(tree_path, {}),
             )
-            for own, x in leaves.items()
+            for tree_path, x in leaves.items()
         }
-        self.own = {leaf.path: own for own, leaf in leaves.items()}
+        self.tree_path_of = {leaf.path: tree_path for tree_path, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
         """Checks that no axis of a kernel of attention is of heads, as far as known."""
-        leaf = self.leaves.get(self.own.get(kernel, ()))
+        leaf = self.leaves.get(self.tree_path_of.get(kernel, ()))
         if leaf is None or leaf.rank < 3:
             return True
         return len(leaf.letters) == 1 and {*"NK"}.isdisjoint(leaf.letters[0])
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
-        """Returns the verdict on every leaf, by its own path."""
-        found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
+        """Returns the verdict on every leaf, by its path in the tree."""
+        verdicts = {x.tree_path: self._first(x, per_head) for x in self.leaves.values()}
         if not self.is_of_matrices:
-            found |= outputs_of(self.leaves, found, self.stacks)
-        for own, verdict in found.items():
-            start, depth, _ = self.stacks[own]
-            if depth and verdict.numbers is not None and verdict.is_known:
-                sizes = " x ".join(
-                    map(str, self.stacks[own].sizes(self.leaf_at[own].shape))
-                )
-                note = f"; stack of {sizes} at axis {start}"
-                found[own] = verdict._replace(note=note)
-        return found
+            verdicts |= outputs_of(self.leaves, verdicts, self.stacks)
+        for tree_path, verdict in verdicts.items():
+            stack = self.stacks[tree_path]
+            if stack.depth and verdict.numbers is not None and verdict.is_known:
+                sizes = map(str, stack.sizes(self.leaf_at[tree_path].shape))
+                note = f"; stack of {' x '.join(sizes)} at axis {stack.start}"
+                verdicts[tree_path] = verdict._replace(note=note)
+        return verdicts
 
     def _first(self, leaf: FlaxLeaf, per_head: bool) -> Verdict:
-        """The verdict of the first rule that holds."""
-        array = self.leaf_at[leaf.own]
+        """Returns the verdict of the first rule that holds."""
+        array = self.leaf_at[leaf.tree_path]
         if is_masked(array):
             return Verdict("vector", None, "hidden", "hidden")
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             return Verdict("vector", None, "no floats")
-        if not (self.stacks[leaf.own].is_sure or leaf.kind or len(array.shape) < 2):
+        is_sure = self.stacks[leaf.tree_path].is_sure
+        if not (is_sure or leaf.kind or len(array.shape) < 2):
             return Verdict("matrix", None, "open", is_known=False)
         rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
-        found = next(filter(None, (rule.verdict(leaf) for rule in rules)))
-        if per_head and found.kind == "attention" and leaf.role in WITH_HEADS:
+        verdict = next(filter(None, (rule.verdict(leaf) for rule in rules)))
+        if per_head and verdict.kind == "attention" and leaf.role in WITH_HEADS:
             inputs, outputs = sides_of(leaf.letters[0])
-            return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
-        return found
+            return verdict._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
+        return verdict
 
 
 def _experts(leaves: Collection[FlaxLeaf]) -> dict[Path, Shape]:
-    """The shape of a router, by its path and those of the experts next to it."""
-    last = {x.own: [{*names.words(name)[-1:]} for name in x.path] for x in leaves}
-    found: dict[Path, Shape] = {}
+    """Returns a router's shape, by its path and those of the experts next to it."""
+    last = {x.tree_path: [{*names.words(name)[-1:]} for name in x.path] for x in leaves}
+    shapes: dict[Path, Shape] = {}
     for router in (x for x in leaves if x.rank == 2):
-        said = last[router.own]
-        at = next((i for i, word in enumerate(said) if word & _ROUTERS), None)
-        if at is None:
+        name_words = last[router.tree_path]
+        depth = next((i for i, x in enumerate(name_words) if x & names.ROUTERS), None)
+        if depth is None:
             continue
-        near = [x for x in leaves if x.path[:at] == router.path[:at] and x != router]
+        module = router.path[:depth]
+        near = [x for x in leaves if x.path[:depth] == module and x != router]
         stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
-        is_router = "router" in said[at] or any(
-            word & _EXPERTS for x in near for word in last[x.own][at:]
+        is_router = "router" in name_words[depth] or any(
+            word & names.EXPERTS for x in near for word in last[x.tree_path][depth:]
         )
         if is_router or any(x.shape[-3] in router.shape for x in stacks):
             fits = (x for x in stacks if x.shape[-3] == router.shape[1])
-            found |= {x.own: router.shape for x in fits if not x.is_turned}
-            found[router.own] = router.shape
-    return found
+            shapes |= {x.tree_path: router.shape for x in fits if not x.is_turned}
+            shapes[router.tree_path] = router.shape
+    return shapes

@@ -28,8 +28,8 @@ _ADDED |= {"token", "tokens", "register", "registers", "codevectors", "log", "lo
 _ADDED |= _POSITIONS
 # A leaf called a projection is a layer, whatever it projects: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Constants of a model, which some keep among the params and what is multiplied entry
-# by entry though it is called a kernel.
+# Constants of a model among its params, and arrays that multiply entry by entry though
+# they are called a kernel.
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
@@ -41,13 +41,25 @@ _ROTARY = {"pe", "rope"}
 _OF_ROTARY = {"q", "k", "kv", "wq", "wk", "wkv", "query", "key"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
-_ROLES = {
+_PROJECTIONS = {
     "query": "query q wq qproj queryproj qprojection toq queryw",
     "key": "key k wk kproj keyproj kprojection tok keyw",
     "value": "value v wv vproj valueproj vprojection tov valuew",
     "out": "out o wo oproj outproj outputproj attnoutproj toout outputw",
 }
-_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+_ROLE_OF = {x: role for role, names in _PROJECTIONS.items() for x in names.split()}
+
+# Norms of query and key after their projection (arXiv:2302.05442), spelled as in Flax,
+# Gemma, Qwen and diffusers: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
+_QK = "(query|q|key|k|qk|querykey|queries|keys)"
+_NORM = (
+    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
+)
+QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
+# Norms of latent attention (arXiv:2405.04434), before the up-projections of query, and
+# of key and value: `q_norm` may be either kind.
+LATENT_QUERY_NORM = re.compile(f"q{_NORM}|{_NORM}q")
+LATENT_KEY_NORM = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
 
 # Words that are written as one: `logitdense`, `lmhead`.
 _GLUED = re.compile(
@@ -56,9 +68,9 @@ _GLUED = re.compile(
 )
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
-#: Words of layers in a block, which others follow though a part of a model lacks them.
+#: Words of layers in a block, which others follow, even if the params lack those.
 IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "kv", "wkv", "qkv", "qk", "attn"}
-#: Layers that say nothing of what they are for.
+#: Names of layers that do not say what the layer is for.
 UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
     re.I,
@@ -71,39 +83,46 @@ OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "
 OUTPUTS |= {"heatmap", "regression", "forecast", "backcast", "density", "logstd"}
 OUTPUTS |= {"ctc", "tagger", "prediction", "predictor", "predictors", "readout"}
 OUTPUTS |= {"readouts"}
-#: Words that say so in front of those of any layer: `classifier_fc`, `vocab_dense`.
+#: Words of an output head before those of any layer: `classifier_fc`, `vocab_dense`.
 BEFORE_LAYERS = _HEADS - {"head"}
+#: Words of a router, and of the experts next to it.
+ROUTERS = {"router", "gate", "gates"}
+EXPERTS = {"expert", "experts"}
+#: Names of the axes that stack layers or experts in MaxText, T5X, Haliax, penzai.
+LAYER_AXES = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
+LAYER_AXES |= {"dense_layers", "moe_layers"}
+EXPERT_AXES = {"exp"} | EXPERTS
 
 
 @functools.lru_cache(maxsize=4096)
 def words(name: str) -> tuple[str, ...]:
-    """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
-    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in found)
+    """Splits a name: `LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
+    spelled = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    parts = (_GLUED.fullmatch(word.lower()) or word.lower() for word in spelled)
     apart = (x.groups() if isinstance(x, re.Match) else (x,) for x in parts)
     return tuple(word for each in apart for word in each)
 
 
 def without_layers(name: str) -> tuple[str, ...]:
-    """The words of a name without those at its end that are of any layer."""
-    said = words(name)
-    while said and said[-1] in _LAYERS | {"fc", "layer"}:
-        said = said[:-1]
-    return said
+    """Returns the words of a name without those of any layer at its end."""
+    remaining = words(name)
+    while remaining and remaining[-1] in _LAYERS | {"fc", "layer"}:
+        remaining = remaining[:-1]
+    return remaining
 
 
 def is_norm(path: Path) -> bool:
     """Checks for a gain or a shift by its name, or a weight in a norm."""
     name, module = "".join(path[-1:]), _named(path)[1]
-    said = any(
+    is_in_norm = any(
         x in _NORMS or x.endswith(("norm", "normalization")) for x in words(module)
     )
-    said &= _LAYERS.isdisjoint(words(module)[-1:])
-    return name in _VECTORS or (said and name in (*KERNELS - {"kernel"}, "b"))
+    is_in_norm &= _LAYERS.isdisjoint(words(module)[-1:])
+    return name in _VECTORS or (is_in_norm and name in (*KERNELS - {"kernel"}, "b"))
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """An item of a list has the name of the list."""
+    """Returns a leaf's name and its module's; an item of a list has the list's name."""
     *_, module, name = ("", "", *(x for x in path if not x.isdigit()))
     return name, module
 
@@ -116,16 +135,16 @@ def kind(path: Path) -> str:
     or `""`, which is open.
     """
     name, above = _named(path)
-    own, module, is_kernel = words(name), words(above), name in KERNELS
+    name_words, module, is_kernel = words(name), words(above), name in KERNELS
     # A leaf that Flax calls a kernel has its module's name.
-    called = module if is_kernel else own
+    called = module if is_kernel else name_words
     first, last = {*called[:1]}, {*called[-1:]}
     is_layer, is_array = bool(last & _LAYERS), not is_kernel
-    if "bias" in own[-1:]:
+    if "bias" in name_words[-1:]:
         return "bias"
     # In a stack of layers `layer_scale` has two axes, as `scale_shift_table` has.
-    is_shift = "shift" in own and is_array
-    if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
+    is_shift = "shift" in name_words and is_array
+    if name in _VECTORS or is_shift or not _GAINS.isdisjoint(name_words[-1:]):
         return "norm"
     # A word has to end a table's name, or begin that of an array or a `weight`:
     # `embeddings_project` is none. `emb` in `time_emb` is often a layer after a table.
@@ -141,7 +160,7 @@ def kind(path: Path) -> str:
         return "" if is_kernel else "no layer"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
     is_position = name != "kernel" and not is_layer and first & _POSITIONS
-    if is_position or (is_array and not _ADDED.isdisjoint(own)):
+    if is_position or (is_array and not _ADDED.isdisjoint(name_words)):
         return "added"
     is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
@@ -172,7 +191,7 @@ def is_convolution(path: Path) -> bool:
 def is_layer(path: Path) -> bool:
     """Checks for the kernel of a layer that is called so, such as `Dense_0`, `q_proj`.
 
-    What else Flax calls a kernel may be anything.
+    Any other leaf that Flax calls a kernel may be anything.
     """
     is_called = is_convolution(path) or is_called_layer(path[-2:-1])
     return path[-1:] == ("kernel",) and is_called
@@ -180,9 +199,9 @@ def is_layer(path: Path) -> bool:
 
 def is_called_layer(path: Path) -> bool:
     """Checks an array for the name of a layer: `w_ih`, `up`, `wq`, `out_proj`."""
-    said = words("".join(path))
-    is_called = {*said} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
-    return bool(is_called or projection("".join(path)) or {*said[:1]} & KERNELS)
+    name_words = words("".join(path))
+    is_called = {*name_words} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
+    return bool(is_called or projection("".join(path)) or {*name_words[:1]} & KERNELS)
 
 
 def is_low_rank(path: Path) -> bool:

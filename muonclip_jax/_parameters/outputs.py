@@ -29,85 +29,96 @@ def outputs_of(
     verdicts: Mapping[Path, Verdict],
     stacks: Mapping[Path, LayerStack],
 ) -> dict[Path, Verdict]:
-    """New verdicts on kernels that write the output, or may, by their own paths."""
+    """Returns new verdicts on kernels that write the output, or may, by path."""
     in_order = sorted(leaves.values(), key=_in_order)
-    takers = {x.own: _inputs(x, verdicts[x.own]) for x in in_order}
-    count = Counter(n for n in takers.values() if n)
+    taken = {x.tree_path: _inputs(x, verdicts[x.tree_path]) for x in in_order}
+    takers = Counter(n for n in taken.values() if n)
     alike = Counter(map(_twin, in_order))
-    alone = {x for x in in_order if alike[_twin(x)] == 1 and not stacks[x.own].depth}
-    layers = [x for x in in_order if _gives(x, verdicts[x.own])]
+    alone = {
+        x for x in in_order if alike[_twin(x)] == 1 and not stacks[x.tree_path].depth
+    }
+    layers = [x for x in in_order if _gives(x, verdicts[x.tree_path])]
     kernels = [x for x in layers if x.is_kernel and x.path[1:]]
-    heads = [x for x in in_order if verdicts[x.own].label == "head"]
+    heads = [x for x in in_order if verdicts[x.tree_path].label == "head"]
     hidden = [x for x in in_order if x.is_hidden]
     has_head = bool(heads) or any(x.kind == "head" and x.is_kernel for x in hidden)
-    tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
+    tables = [x for x in in_order if verdicts[x.tree_path].label == "embedding"]
     tables += [x for x in hidden if x.kind == "embedding"]
     chains: dict[Path, list[FlaxLeaf]] = {}  # the layers of a module without a name
-    rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
+    rows = [x for x in in_order if verdicts[x.tree_path].kind == "one output"]
     for x in sorted(kernels + rows, key=_in_order):
         if names.UNNAMED.fullmatch(x.module):
             chains.setdefault(x.path[:-2], []).append(x)
-    # Layers of one shape are a block, and two that come back to where they began.
+    # The last layer of each chain, but for blocks: layers of one shape, or two that
+    # come back to where they began. True if it is asked about in any case.
     last = {
-        chain[-1]: len(chain) > 2 and at != () and chain[-1].bias is not None
-        for at, chain in chains.items()
-        if len({x.shape for x in chain}) > 1 or (len(chain) == 1 and not at)
-        if not (at and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
+        chain[-1]: len(chain) > 2 and module != () and chain[-1].bias is not None
+        for module, chain in chains.items()
+        if len({x.shape for x in chain}) > 1 or (len(chain) == 1 and not module)
+        if not (module and len(chain) == 2 and chain[0].shape == chain[1].shape[::-1])
         if not _is_before(chain[-1], hidden)
     }
-    # A part of a block by its name is none, nor what others may take in parts.
-    open_ends = {x for x in layers if count[n := x.shape[-1]] == (takers[x.own] == n)}
-    ends = {x for x in open_ends.intersection(kernels) if not _is_part(x, count)}
+    untaken = {
+        x for x in layers if takers[n := x.shape[-1]] == (taken[x.tree_path] == n)
+    }
+    # A part of a block by its name writes no output, nor do features taken in parts.
+    candidates = {x for x in untaken.intersection(kernels) if not _is_part(x, takers)}
 
     # The last layer in the table's module, or at the root, else what no layer takes.
     sizes = {n for x in tables for n in x.shape[:1]}
     modules = {(), *(x.path[:-2] for x in tables)}
-    able = alone.intersection(layers if len(layers) > 1 else kernels)
+    eligible = alone.intersection(layers if len(layers) > 1 else kernels)
     if any(x.is_hidden for x in tables):
-        sizes |= {x.shape[-1] for x in able}  # of what is hidden it may be any
-    able = {x for x in able if x.shape[-1] in sizes and not has_head}
-    found = {x for x in able if x in last and x.path[:-2] in modules}
-    found = dict.fromkeys(found or able & open_ends, "as large as the vocabulary")
-    n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    if len(ends) == 1 and n_matrices > 2 and not (has_head or found):
-        sure = filter(_may_be_head, ends & alone)
-        found = dict.fromkeys(sure, "nothing takes its outputs")
-    said = {
-        x.own: Verdict("head", None, f"output head: {why}", is_sure=False)
-        for x, why in found.items()
+        sizes |= {
+            x.shape[-1] for x in eligible
+        }  # the size of a hidden table may be any
+    eligible = {x for x in eligible if x.shape[-1] in sizes and not has_head}
+    writers = {x for x in eligible if x in last and x.path[:-2] in modules}
+    writers = dict.fromkeys(writers or eligible & untaken, "as large as the vocabulary")
+    matrix_count = sum(x.numbers is not None for x in verdicts.values())
+    if len(candidates) == 1 and matrix_count > 2 and not (has_head or writers):
+        sure = filter(_may_be_head, candidates & alone)
+        writers = dict.fromkeys(sure, "nothing takes its outputs")
+    revised = {
+        x.tree_path: Verdict("head", None, f"output head: {why}", is_sure=False)
+        for x, why in writers.items()
     }
     if hidden:
-        # Nobody knows what a kernel takes that a mask hides: it is asked who is taken
-        # for a head, and who is the last of the whole model, or of a module of it.
+        # Nobody knows what a hidden kernel takes. So the user is asked about heads that
+        # were found, and about the last kernel of the model, or of a module of it.
         doubt = dict(kind="may write the output", is_known=False)
-        said = {own: x._replace(**doubt) for own, x in said.items()}
-        ends = {x for x in ends & alone if not (x.path[3:] or _is_before(x, hidden))}
-    # A head that writes features which another part takes is none: the pictures' of
-    # PaliGemma, the texts' of SigLIP.
+        revised = {tree_path: x._replace(**doubt) for tree_path, x in revised.items()}
+        candidates &= alone
+        candidates -= {x for x in candidates if x.path[3:] or _is_before(x, hidden)}
+    # A head whose features another part takes is none: that of the pictures in
+    # PaliGemma, that of the texts in SigLIP.
     for x in heads:
-        if x.path[2:] and x.module == "head" and count[x.shape[-1]]:
+        if x.path[2:] and x.module == "head" and takers[x.shape[-1]]:
             doubt = Verdict("matrix", x.numbers(*DENSE), "may be no head")
-            said[x.own] = doubt._replace(is_known=False)
-    given = Counter(x.shape[-1] for x in kernels)
-    follows = {x for x in kernels if _follows(x, given)}
-    if not (follows or said):  # a part of a model
-        return said
-    asked, has_end = ends | found.keys(), bool(heads or found or ends or hidden)
+            revised[x.tree_path] = doubt._replace(is_known=False)
+    givers = Counter(x.shape[-1] for x in kernels)
+    followers = {x for x in kernels if _follows(x, givers)}
+    if not (followers or revised):  # a part of a model
+        return revised
+    asked = candidates | writers.keys()
+    has_writer = bool(heads or asked or hidden)
     lasts = {chain[-1] for chain in chains.values()}
-    lasts, seen = {x for x in lasts if not _is_before(x, hidden)}, alone & follows
-    asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in seen)}
-    # Next to a table the last of a module is as likely the last of a stem.
-    seen = {x for x in seen if not (has_end or (tables and x.path[2:]))}
-    asked |= {x for x in follows & {*last} if last[x] or x in seen}
-    for x in asked - {*found}:
-        is_head = x in alone and (x in open_ends or not x.path[2:])
-        numbers = None if is_head else verdicts[x.own].numbers
-        said[x.own] = Verdict("head", numbers, "may write the output", is_known=False)
-    return said
+    lasts, lone = {x for x in lasts if not _is_before(x, hidden)}, alone & followers
+    asked |= {x for x in kernels if _is_called_output(x, x in lasts, x in lone)}
+    # In a model with a table the last of a module may as well end a stem.
+    lone = {x for x in lone if not (has_writer or (tables and x.path[2:]))}
+    asked |= {x for x in followers & {*last} if last[x] or x in lone}
+    for x in asked - {*writers}:
+        is_head = x in alone and (x in untaken or not x.path[2:])
+        numbers = None if is_head else verdicts[x.tree_path].numbers
+        revised[x.tree_path] = Verdict(
+            "head", numbers, "may write the output", is_known=False
+        )
+    return revised
 
 
 def _is_before(x: FlaxLeaf, others: Sequence[FlaxLeaf]) -> bool:
-    """Whether one of the others comes later in a numbered run, and takes it."""
+    """Whether another layer follows it in a numbered run, and takes its outputs."""
 
     def run(leaf: FlaxLeaf) -> tuple[Path, str]:
         return leaf.path[:-2], re.sub(r"\d", "", leaf.module)
@@ -116,11 +127,11 @@ def _is_before(x: FlaxLeaf, others: Sequence[FlaxLeaf]) -> bool:
     return any(_in_order(x) < _in_order(y) for y in layers)
 
 
-def _follows(x: FlaxLeaf, given: Mapping[int, int]) -> bool:
-    """Whether it takes what another kernel gives, or the gates of a recurrent cell."""
+def _follows(x: FlaxLeaf, givers: Mapping[int, int]) -> bool:
+    """Whether it takes another kernel's outputs, or a recurrent cell's gates."""
     parts = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
     sizes = (n * x.features for n in parts)
-    return any(given[n] > (n == x.shape[-1]) for n in sizes)
+    return any(givers[n] > (n == x.shape[-1]) for n in sizes)
 
 
 def _may_be_head(x: FlaxLeaf) -> bool:
@@ -132,27 +143,27 @@ def _may_be_head(x: FlaxLeaf) -> bool:
 def _is_called_output(x: FlaxLeaf, is_last: bool, is_alone: bool) -> bool:
     # A name that says nothing gives way to its module's: `final/linear`.
     module = "".join(x.path[-3:-2] if is_last else x.path[-2:-1])
-    said = names.words(module)
-    first, last = said[:1], names.without_layers(module)[-1:]
+    words = names.words(module)
+    first, last = words[:1], names.without_layers(module)[-1:]
     if "pre" not in first and not names.BEFORE_LAYERS.isdisjoint(last):
         return True
-    is_end = any(word.startswith(names.ENDS) for word in (*said[:1], *said[-1:]))
-    return not names.OUTPUTS.isdisjoint(said) or (is_end and is_alone and not x.role)
+    is_end = any(word.startswith(names.ENDS) for word in (*words[:1], *words[-1:]))
+    return not names.OUTPUTS.isdisjoint(words) or (is_end and is_alone and not x.role)
 
 
-def _is_part(x: FlaxLeaf, count: Mapping[int, int]) -> bool:
+def _is_part(x: FlaxLeaf, takers: Mapping[int, int]) -> bool:
     outputs = x.shape[-1]
     is_fused = outputs % x.features == 0 or any(
-        n * m == outputs for n in count for m in (2, 3, 4, 6)
+        n * m == outputs for n in takers for m in (2, 3, 4, 6)
     )
     # A picture is made flat before a layer takes it.
-    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in count)
+    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in takers)
     is_named = not names.IN_BLOCK.isdisjoint(names.words(x.module))
     return is_named or is_flat or (is_fused and x.path[2:] != ())
 
 
 def _inputs(x: FlaxLeaf, verdict: Verdict) -> int | None:
-    """How many features a leaf takes; of a window its channels."""
+    """Returns how many features a leaf takes; of a window its channels."""
     if verdict.numbers is None:
         is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
         is_vector = bool(x.shape) and x.kind in ("norm", "embedding")
@@ -173,11 +184,11 @@ def _gives(x: FlaxLeaf, verdict: Verdict) -> bool:
 
 
 def _twin(leaf: FlaxLeaf) -> tuple[Path, tuple[int, ...]]:
-    """A key that a leaf shares with the same one of other numbered blocks."""
+    """Returns a key that a leaf shares with its twins in other numbered blocks."""
     modules = (re.sub(r"\d+$", "#", name) for name in leaf.path[:-2])
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
 def _in_order(leaf: FlaxLeaf) -> list[tuple[int, str]]:
-    """`Dense_10` after `Dense_9`, `linear` before `linear_1`."""
+    """Returns a key that sorts `Dense_10` after `Dense_9`, `x_1` after `x`."""
     return [(int(re.sub(r"\D", "", name) or 0), name) for name in leaf.path]

@@ -24,7 +24,7 @@ _Number = jax.tree_util.FlattenedIndexKey
 
 
 class LeafAt(dict[Path, Any]):
-    """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
+    """Leaves by path; `MaskedNode` for all below a module that a mask hides."""
 
     @functools.cached_property
     def hidden(self) -> set[Path]:
@@ -54,7 +54,7 @@ class PathedTree(NamedTuple):
     axis_names: Mapping[Path, tuple[str, ...]] = MappingProxyType({})
 
     def rows(self, *entries: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-        """The path of each leaf, the leaf, and its entries in lists like the leaves."""
+        """Returns each leaf's path, the leaf, and its entries in other lists."""
         return zip(self.paths, self.leaves, *entries, strict=True)
 
     def unflatten(self, entries: Iterable[Any]) -> Any:
@@ -103,12 +103,12 @@ def is_function(x: Any) -> bool:
 
 
 def params_of(params: Any) -> Any:
-    """The part of a module for an optimizer: the state of `nnx.Param`, or floats.
+    """Returns a module's part for an optimizer: the state of `nnx.Param`, or floats.
 
-    That is `wrt=nnx.Param` of NNX, and `eqx.is_inexact_array` of Equinox, whose modules
-    may be anywhere in the tree. All else stays as it is.
+    NNX selects them by `wrt=nnx.Param`, Equinox by `eqx.is_inexact_array`. Equinox's
+    modules may be anywhere in the tree. All else stays as it is.
     """
-    # A module of theirs comes with an import of theirs: nobody else needs one.
+    # Whoever has a module of theirs has imported them.
     nnx, eqx = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx is not None and isinstance(params, nnx.Module):
         # Modules without variables, of arrays alone, are trees as they are.
@@ -195,8 +195,8 @@ def _walk(
     names = (is_box and _axis_names(node)) or names
     for (key,), child in children:
         name = jax.tree_util.keystr((key,), simple=True)
-        at = path if is_box or not name else (*path, *name.split("/"))
-        yield from _walk(child, at, names, is_leaf)
+        child_path = path if is_box or not name else (*path, *name.split("/"))
+        yield from _walk(child, child_path, names, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -213,7 +213,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     data = treedef.node_data()
     if data is None or len(children) != 1:
         return False
-    (((key,), child),), (kind, about) = children, data
+    (((key,), child),), (kind, metadata) = children, data
     name = jax.tree_util.keystr((key,), simple=True)
     is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
     if name != "value":
@@ -222,7 +222,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     # A module may hold nothing but its `value`; a box says something about it, or, in
     # penzai, holds a named array, in one more box.
     if is_end:
-        return bool(about) and not issubclass(kind, Mapping)
+        return bool(metadata) and not issubclass(kind, Mapping)
     below = jax.tree.flatten_with_path(child, is_leaf=lambda x: x is not child)[0]
     return [jax.tree_util.keystr(x, simple=True) for x, _ in below] == ["data_array"]
 
@@ -231,7 +231,7 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
 def _is_box_of_flax(kind: type) -> bool | None:
     """Checks for a variable of NNX or a box of Linen, without importing Flax.
 
-    They may hold a tree, too. `None` for what is not Flax's.
+    They may hold a tree, too. Returns `None` for a type of another library.
     """
     names = {x.__name__ for x in kind.__mro__ if f"{x.__module__}.".startswith("flax.")}
     if names & {"Variable", "AxisMetadata"}:
@@ -241,16 +241,16 @@ def _is_box_of_flax(kind: type) -> bool | None:
 
 
 def _axis_names(box: Any) -> tuple[str, ...]:
-    """The names of the axes that a box gives its array, `()` if it has none.
+    """Returns the names that a box gives the axes of its array, `()` if none.
 
     Linen's `LogicallyPartitioned` has `names`, Haliax `axes` of a name and a size,
     penzai `named_axes`; NNX keeps `out_sharding`, once `sharding`, in its metadata.
     """
-    about = box.get_metadata() if hasattr(box, "get_metadata") else {}
-    about = about if isinstance(about, Mapping) else {}
-    found = about.get("out_sharding") or about.get("sharding") or ()
-    for attribute in ("names", "axes", "named_axes") if not about else ():
-        found = found or getattr(box, attribute, ())
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    metadata = box.get_metadata() if hasattr(box, "get_metadata") else {}
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    axes = metadata.get("out_sharding") or metadata.get("sharding") or ()
+    for attribute in ("names", "axes", "named_axes") if not metadata else ():
+        axes = axes or getattr(box, attribute, ())
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
         return ()
-    return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in found)
+    return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in axes)

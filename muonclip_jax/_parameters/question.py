@@ -9,21 +9,21 @@ from .paths import is_masked, Path, PathedTree, show
 from .verdict import Verdict
 
 
-#: What to say to a transformation that sees but a part of the params.
+#: The argument for a transformation that sees only a part of the params.
 BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
 _FEW = 3  # leaves that are alike and listed one by one
 
 
 def question(
-    tree: PathedTree, found: Mapping[Path, Verdict], asked: Collection[Path]
+    tree: PathedTree, verdicts: Mapping[Path, Verdict], asked: Collection[Path]
 ) -> str:
-    """Leads to the reading first, then to a mapping to paste."""
+    """Returns the message: it leads to a reading first, then to a mapping to paste."""
     message = [
         "cannot decide which axes of these leaves form matrices:",
-        *_grouped(tree, {path: found[path] for path in asked}),
+        *_grouped(tree, {path: verdicts[path] for path in asked}),
     ]
-    sources = {found[path].source for path in asked}
+    sources = {verdicts[path].source for path in asked}
     if "named" in sources and any(map(is_masked, tree.leaves)):
         message.append(
             "A mask hides leaves that may decide this. Decide on all params: "
@@ -45,20 +45,20 @@ def question(
         "",
         "from optax.contrib import MuonDimensionNumbers",
         "dimension_numbers = "
-        + write_patterns({p: found[p].numbers for p in asked}, tree.paths),
+        + write_patterns({p: verdicts[p].numbers for p in asked}, tree.paths),
     ]
-    if unsure := {path: x for path, x in found.items() if not x.is_sure}:
+    if unsure := {path: x for path, x in verdicts.items() if not x.is_sure}:
         message += ["", "Decided with little evidence:", *_grouped(tree, unsure)]
     return "\n".join(message)
 
 
-def _grouped(tree: PathedTree, found: Mapping[Path, Verdict]) -> list[str]:
-    """A line for each leaf, or for many that differ in the number of their layer."""
+def _grouped(tree: PathedTree, verdicts: Mapping[Path, Verdict]) -> list[str]:
+    """Returns a line per leaf, or for many that differ in the number of their layer."""
     shape = {path: str(getattr(leaf, "shape", "")) for path, leaf in tree.rows()}
     groups: dict[Any, list[Path]] = {}
-    for path, x in found.items():
-        said = [x.use] * bool(x.use) + [x.kind] * (x.is_known or x.kind != "open")
-        kind = ": ".join(said)
+    for path, x in verdicts.items():
+        reasons = [x.use] * bool(x.use) + [x.kind] * (x.is_known or x.kind != "open")
+        kind = ": ".join(reasons)
         key = _starred("/".join(path)), shape[path], kind, x.is_known, x.numbers
         groups.setdefault(key, []).append(path)
     lines = []
@@ -75,20 +75,20 @@ def _grouped(tree: PathedTree, found: Mapping[Path, Verdict]) -> list[str]:
 
 
 def write_patterns(guesses: Mapping[Path, Any], tree_paths: Iterable[Path]) -> str:
-    """Python code of a mapping that gives these leaves, and no other, their numbers.
+    """Writes Python code of a mapping from these leaves, and no other, to numbers.
 
     A star stands for the number of a module, where all that it matches are alike.
     """
     # A set of one letter is how `fnmatch` escapes what it would read as a pattern.
-    own = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
-    starred = {x: _starred(name) for x, name in own.items()}
+    escaped = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
+    starred = {x: _starred(name) for x, name in escaped.items()}
     others = ["/".join(path) for path in tree_paths if path not in guesses]
     alike: dict[str, set[Any]] = {}
     for path, x in guesses.items():
         alike.setdefault(starred[path], set()).add(x)
     mixed = {x for x, y in alike.items() if len(y) > 1 or fnmatch.filter(others, x)}
     entries = {
-        own[path] if starred[path] in mixed else starred[path]: x
+        escaped[path] if starred[path] in mixed else starred[path]: x
         for path, x in guesses.items()
     }
     shown = {

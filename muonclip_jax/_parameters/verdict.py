@@ -29,9 +29,9 @@ class Verdict(NamedTuple):
     @property
     def why(self) -> str:
         """Says in words what decided, with a "?" at the end if evidence is weak."""
-        said = f"{self.kind}{self.note}" + "?" * (not self.is_sure)
+        reason = f"{self.kind}{self.note}" + "?" * (not self.is_sure)
         if self.source == "unread":
-            return f"not traced: {said}"
+            return f"not traced: {reason}"
         if self.source == "read":
-            return f"traced{self.note}" if self.is_known else said
-        return said if self.source == "named" else self.source
+            return f"traced{self.note}" if self.is_known else reason
+        return reason if self.source == "named" else self.source

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import Cut, groups_of, share_in_a_row, share_out, Work
+from internals import assign_owners, assign_slots, Cut, groups_of, Work
 from models import models
 from shares import sent
 
@@ -29,7 +29,7 @@ def shared_out(works, mesh):
         Work(count, cost, entries, groups_of(cut, mesh))
         for count, cost, entries, cut in works
     ]
-    shares = share_out(stacks, devices)
+    shares = assign_owners(stacks, devices)
     loads, sent = np.zeros((2, devices))
     for (count, cost, entries, group), counts in zip(stacks, shares, strict=True):
         loads[group] += cost * counts
@@ -93,7 +93,7 @@ def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
 )
 @settings(max_examples=60, deadline=None)
 def test_slots_hold_all_matrices_in_order(stacks, devices):
-    shares = share_in_a_row(stacks, devices)
+    shares = assign_slots(stacks, devices)
     for (count, _), share in zip(stacks, shares, strict=True):
         before, after = share.padding
         filled = np.pad(np.ones(count, int), (before, after))
@@ -105,7 +105,7 @@ def test_slots_hold_all_matrices_in_order(stacks, devices):
 
 def test_devices_without_a_large_matrix_take_the_small_ones():
     """Llama-1B on 64 devices: 48 large matrices, and 32 and 32 smaller ones."""
-    shares = share_in_a_row([(32, 258.0), (48, 601.0), (32, 9.0)], 64)
+    shares = assign_slots([(32, 258.0), (48, 601.0), (32, 9.0)], 64)
     squares, large, small = (share.counts for share in shares)
     assert (258 * squares + 601 * large + 9 * small).max() == 601
     assert large.max() == 1 and squares.max() == 2
@@ -115,7 +115,7 @@ def test_devices_without_a_large_matrix_take_the_small_ones():
 PLAN = """
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
-from internals import cut_of, groups_of, matrix_view, share_out, Work
+from internals import assign_owners, cut_of, groups_of, matrix_view, Work
 
 mesh = dict(data=2, fsdp=2, tensor=2, expert=2, layer=2)
 view = matrix_view((4, 8, 16), MuonDimensionNumbers(1, 2))
@@ -127,7 +127,7 @@ specs = [
 cuts = [cut_of(view, spec, mesh) for spec in specs]
 costs = [3.0, 5.0, 2.0]
 stacks = [Work(9, cost, 1, groups_of(cut, mesh)) for cost, cut in zip(costs, cuts)]
-for cut, stack, counts in zip(cuts, stacks, share_out(stacks, 32)):
+for cut, stack, counts in zip(cuts, stacks, assign_owners(stacks, 32)):
     print(cut, stack.groups.tolist(), counts.tolist(), sep="\\n")
 """
 
