@@ -51,7 +51,7 @@ class Dependence:
             if (eqn := origin.eqn) is None:
                 return []
             line, stops = carried
-            # Behind a kernel the search stops at earlier attention.
+            # After a kernel the search stops at earlier attention.
             stops |= eqn.is_product and facts.weight_of(eqn) is not None
             inputs, back = eqn.inputs(), dict(moves(eqn, origin.k))
             if not back and is_inexact(eqn.output(origin.k)):
