@@ -117,7 +117,7 @@ def given_to(monkeypatch, module, make):
         direction = record(patch, module, "make_direction")
         leaves = record(patch, module, "for_leaves")
         make()
-    names = ("known", "shardings", "axis_name")
+    names = ("knowledge", "shardings", "axis_name")
     return direction | {name: leaves[name] for name in names}
 
 
