@@ -102,10 +102,10 @@ def describe(
     """
     check_params("describe(params)", params)
     params = paths.params_of(params)
-    known = knowledge_of(model, attention, dimension_numbers, per_head)
-    layout = read_leaves(params, known)
+    knowledge = knowledge_of(model, attention, dimension_numbers, per_head)
+    layout = read_leaves(params, knowledge)
     try:
-        roles, refusal = _roles(Heads(layout, known)), ""
+        roles, refusal = _roles(Heads(layout, knowledge)), ""
     except ValueError as error:
         # A wrong `attention=` is the caller's mistake. Attention that was only looked
         # for is no reason to withhold the table, which helps to describe it.

@@ -85,7 +85,7 @@ def muonclip(
     """
     # One for both, so that the heads that QK-Clip scales are those that Newton-Schulz
     # sees by themselves.
-    known: Any = knowledge_of(model, attention, dimension_numbers, per_head)
+    knowledge: Any = knowledge_of(model, attention, dimension_numbers, per_head)
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.
     # Before the learning rate it would scale a direction, not a weight.
@@ -99,7 +99,7 @@ def muonclip(
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
-            model=known,
+            model=knowledge,
             adam_learning_rate=adam_learning_rate,
             adam_b1=adam_b1,
             adam_b2=adam_b2,
@@ -114,7 +114,7 @@ def muonclip(
         qk_clip(
             threshold,
             alpha=alpha,
-            model=known,
+            model=knowledge,
             shardings=shardings,
             axis_name=axis_name,
         ),

@@ -109,21 +109,21 @@ def scalars(
     """
     call = "scalars(opt_state, params)"
     check_params(call, params)
-    known = knowledge_of(model, attention, dimension_numbers)
+    knowledge = knowledge_of(model, attention, dimension_numbers)
     params, numbers = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
-        row = Heads(layout, known, only_watches=True)
+        row = Heads(layout, knowledge, only_watches=True)
         if row.count != clip.gamma.size and model is not None and attention is None:
             # An optimizer that was given the layers to clip does not watch others.
-            row = Heads(layout, known._replace(attention=model.attention))
+            row = Heads(layout, knowledge._replace(attention=model.attention))
         numbers |= _of_heads(clip, row, check_flag("heads", heads))
     elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
         got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
         raise ValueError(f"scalars needs a state, got {got}: call {call}")
     numbers |= _hyperparams(opt_state)
     tree = paths.flatten(params)
-    labels = tree.unflatten(known.labels(tree))
+    labels = tree.unflatten(knowledge.labels(tree))
     for kind, leaves in (("param_norm", params), ("update_norm", updates)):
         if leaves is None:
             continue

@@ -111,7 +111,7 @@ def counts_replicated(state: Any, mesh: Any) -> Any:
     return jax.tree.map(lambda x: x if jnp.ndim(x) else replicated(x, mesh), state)
 
 
-def begun(state: Any, layout: Layout) -> Any:
+def first_state(state: Any, layout: Layout) -> Any:
     """Puts a first state of counts and rows on the mesh of the params."""
     state = replicated(state, layout.mesh)
     arrays = [x.array for x in layout.leaves if isinstance(x.array, Tracer)]

@@ -63,16 +63,18 @@ class Heads:
     neither the state nor which layer a head belongs to.
     """
 
-    def __init__(self, layout: Layout, known: Knowledge, only_watches: bool = False):
-        layers, leaf_at = known.layers(layout.whole)
+    def __init__(
+        self, layout: Layout, knowledge: Knowledge, only_watches: bool = False
+    ):
+        layers, leaf_at = knowledge.layers(layout.whole)
         self._leaves = {leaf.path: leaf for leaf in layout.leaves}
         self._layout = layout
         # Next to layers that are given, a reading's own may be recorded.
-        self._known = {split(x.path) for x in (*layers, *known.watched)}
+        self._known = {split(x.path) for x in (*layers, *knowledge.watched)}
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
         self.count = 0
-        read = known.model.layers if known.model is not None else ()
+        read = knowledge.model.layers if knowledge.model is not None else ()
         of_path = {"/".join(x.path): x for x in read}
         in_sight = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
@@ -172,8 +174,8 @@ class Heads:
             row = _to_row([x for x, _ in group.values()])
             # No collective along axes where the type says that the row is the same.
             if differ := differing(row, axes) if row.size else ():
-                # All replicas must see a NaN of one, and a maximum over devices may
-                # drop it. As infinity it survives, and is counted in the same way.
+                # All replicas must see a NaN of one (`keep_nan`). As infinity it survives
+                # a maximum, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
             parts = _divide(row, {layer: x.shape for layer, (x, _) in group.items()})
             maxima |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}

@@ -132,7 +132,7 @@ def multi_steps(
         Array([1. , 0.5], dtype=float32)
     """
     check_transformation("opt", opt)
-    known = knowledge_of(model, attention)
+    knowledge = knowledge_of(model, attention)
     check_function_or_none("should_skip_update_fn", should_skip_update_fn)
     every_k: Any = every_k_schedule
     if callable(every_k):
@@ -154,10 +154,10 @@ def multi_steps(
 
     def heads_of(layout: Layout, clips: Sequence[QKClipState]) -> Heads:
         # Called only if there is a clip: without one, refused attention is no error.
-        heads = Heads(layout, known, only_watches=True)
+        heads = Heads(layout, knowledge, only_watches=True)
         if heads.count != clips[0].gamma.size:
             # The clip scales, and watches no others.
-            known.check_clippable(only_watches=False)
+            knowledge.check_clippable(only_watches=False)
         return heads
 
     def init_fn(params: optax.Params) -> MultiStepsState:

@@ -21,7 +21,7 @@ import optax
 from .._calls import explained
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
-from .._layout.state import begun, replicated
+from .._layout.state import first_state, replicated
 from .._mesh_axes import explicit_spec, resharded
 from .._model.attention_layers import Attention
 from .._model.knowledge import knowledge_of
@@ -164,12 +164,12 @@ def qk_clip(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
     rule = ClipRule.checked(threshold, alpha)
-    known = knowledge_of(model, attention)
-    known.check_clippable(rule.only_watches)
+    knowledge = knowledge_of(model, attention)
+    knowledge.check_clippable(rule.only_watches)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, known, rule.only_watches)
+        heads = Heads(layout, knowledge, rule.only_watches)
         first = rule.at(np.int32(0))
         first.check_first(heads.thresholds(first))
         state = QKClipState(
@@ -183,7 +183,7 @@ def qk_clip(
         )
         # Replicated here and after each step. Otherwise the first step would change the
         # sharding: `jit` would compile twice, and a program compiled ahead would fail.
-        return begun(state, layout)
+        return first_state(state, layout)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -195,7 +195,7 @@ def qk_clip(
         check_fit(updates, params, "update")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
-        heads = Heads(layout, known, rule.only_watches)
+        heads = Heads(layout, knowledge, rule.only_watches)
         heads.check_state(state.gamma)
         logits, gamma, scale_at = heads.clip(attention_stats, rule.at(state.step))
         param_at = layout.tree.by_path()
@@ -267,11 +267,11 @@ def clip_qk(
             f"the params hold the statistics of {show_all(swapped)}: "
             "mc.clip_qk(params, attention_stats), in this order"
         )
-    known = knowledge_of(model, attention)
+    knowledge = knowledge_of(model, attention)
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
-    known.check_clippable(rule.only_watches)
-    heads = Heads(layout, known, rule.only_watches)
+    knowledge.check_clippable(rule.only_watches)
+    heads = Heads(layout, knowledge, rule.only_watches)
     *_, scale_at = heads.clip(attention_stats, rule)
     scaled = [
         _scale_weight(x, scale_at[path]) if path in scale_at else x
