@@ -174,8 +174,8 @@ class Heads:
             row = _to_row([x for x, _ in group.values()])
             # No collective along axes where the type says that the row is the same.
             if differ := differing(row, axes) if row.size else ():
-                # All replicas must see a NaN of one (`keep_nan`). As infinity it survives
-                # a maximum, and is counted in the same way.
+                # All replicas must see a NaN of one (`keep_nan`). As infinity it
+                # survives a maximum, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
             parts = _divide(row, {layer: x.shape for layer, (x, _) in group.items()})
             maxima |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}
