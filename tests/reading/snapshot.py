@@ -42,7 +42,7 @@ def cases() -> dict[str, Any]:
     for name, case in CASES.items():
         found[f"adversary {name}"] = case.fun, case.params, *case.args
     for name, made in test_architectures.ARCHITECTURES.items():
-        params, inputs = test_architectures.arrays(made)
+        params, inputs = test_architectures.arrays(name)
         found[f"architecture {name}"] = made.loss, params, *inputs, None
     for name, fun in test_read_attention.WAYS.items():
         found[f"way {name}"] = fun, test_read_attention.PARAMS, x

@@ -312,8 +312,7 @@ def _simply(p, tokens, seen):
             x = _simply_block(block, x, kind, seen, f"block_{i}/attn")
     else:
         stacks = [
-            jax.tree.map(lambda *y: jnp.stack(y, axis=0), *blocks[i::2])
-            for i in range(2)
+            jax.tree.map(lambda *y: jnp.stack(y), *blocks[i::2]) for i in range(2)
         ]
 
         @jax.remat
@@ -328,19 +327,17 @@ def _simply(p, tokens, seen):
 
 
 _SCALE = {"scale": vector(D)}
+_OF_FFN = {"0": "up", "0_gate": "gate", "1": "down"}
+_TO_GROUPS = matrix(D, KEY_HEADS, K, outputs=(1, 2))
 _BLOCK = {
     "attn": {
         "q_proj": {"w": TO_HEADS},
-        "k_proj": {"w": matrix(D, KEY_HEADS, K, outputs=(1, 2))},
-        "v_proj": {"w": matrix(D, KEY_HEADS, K, outputs=(1, 2))},
+        "k_proj": {"w": _TO_GROUPS},
+        "v_proj": {"w": _TO_GROUPS},
         "o_proj": {"w": matrix(D, H, K, inputs=(1, 2), outputs=0)},
         "per_dim_scale": {"scale": vector(K)},
     },
-    "ffn": {
-        "ffn_0": {"w": matrix(D, 24)},
-        "ffn_0_gate": {"w": matrix(D, 24)},
-        "ffn_1": {"w": matrix(24, D)},
-    },
+    "ffn": {f"ffn_{n}": {"w": MLP[of]} for n, of in _OF_FFN.items()},
     "pre_ln_0": _SCALE,
     "pre_ln_1": _SCALE,
 }
