@@ -2,7 +2,6 @@
 
 import adversaries_alike as adversaries_alike
 import adversaries_depth as adversaries_depth
-import adversaries_gates as adversaries_gates
 import adversaries_queries as adversaries_queries
 import adversaries_softmaxes as adversaries_softmaxes
 import adversaries_systems as adversaries_systems

@@ -393,3 +393,58 @@ def kernels_that_are_means_of_layers(p, x):
     share = jax.nn.softmax(p["share"])
     kernels = {n: jnp.einsum("l,lij->ij", share, p[n]) for n in "qkvo"}
     return attended({**kernels, "head": p["head"]}, x)
+
+
+# Well-known models.
+
+
+@one_layer(
+    "read",
+    array("xl", B, 4, D),
+    array("memory of xl", B, 3, D),
+    also="k_place 0|1; q_content q_place vector",
+    k_place=(D, D),
+    q_content=(H, K),
+    q_place=(H, K),
+)
+def memory_of_transformer_xl(p, x, memory):
+    """Its keys are made of activations that the segment before left."""
+    n, m = x.shape[1], memory.shape[1]
+
+    def shifted(x):  # so that each query has its distances
+        x = jnp.pad(x, [(0, 0)] * 3 + [(1, 0)])
+        return x.reshape(B, H, n + m + 1, n)[:, :, 1:].reshape(B, H, n, n + m)
+
+    both = jnp.concatenate([jax.lax.stop_gradient(memory), x], 1)
+    q, k, v = cut(x @ p["q"]), cut(both @ p["k"]), cut(both @ p["v"])
+    angle = jnp.arange(n + m)[::-1, None] / 10.0 ** jnp.arange(D // 2)
+    places = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+    content = scores(q + p["q_content"], k)
+    place = jnp.einsum("bqhd,khd->bhqk", q + p["q_place"], cut(places @ p["k_place"]))
+    causal = np.tri(n, n + m, m, dtype=bool)
+    logits = jnp.where(causal, content + shifted(place * K**-0.5), -1e30)
+    return end(p, x, mixed(soft(logits), v))
+
+
+BANDS = np.ones((3, 1, 3, 1, 2, 2), bool)
+BANDS[1, :, -1] = BANDS[2, :, 0] = BANDS[0, 0, 1, 0, 0, 1] = False
+
+
+@heads("read", array("mesh", B, 3, 2, D), BANDS)
+def block_banded_attention_of_gencast(q, k, v, masks):
+    """Blocks attend to themselves and both neighbors, under one maximum."""
+    k, v = (jnp.pad(t, [(0, 0), (1, 1), *[(0, 0)] * 3]) for t in (k, v))
+    near = [slice(1, -1), slice(2, None), slice(None, -2)]
+    tiles = []
+    for mask, at in zip(masks, near, strict=True):
+        logits = jnp.einsum("...qhd,...khd->...hqk", q, k[:, at]) * K**-0.5
+        logits = jnp.where(mask, logits, -1e30)
+        tiles.append(noted(logits, layer="one", merge="largest"))
+    tops = [jax.lax.stop_gradient(t.max(-1, keepdims=True)) for t in tiles]
+    top = jnp.stack(tops).max(0)
+    e = [jnp.exp(t - top) for t in tiles]
+    total = sum(t.sum(-1, keepdims=True) for t in e)
+    return sum(
+        jnp.einsum("bnhqk,bnkhd->bnqhd", t / total, v[:, at])
+        for t, at in zip(e, near, strict=True)
+    )

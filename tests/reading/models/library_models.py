@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers import normal
+from written_out import cross_entropy
 
 
 B, T, D, H, E, F, V, L = 2, 6, 16, 4, 4, 24, 19, 2
 IDS = np.random.default_rng(0).integers(0, V, (B, T))
-FLAT = {"q": "io", "k": "io", "v": "io", "o": "io"}
 
 
 @dataclasses.dataclass
@@ -92,8 +92,16 @@ def attend(record, query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, c
     return out.reshape(*out.shape[:2], -1)
 
 
-def cross_entropy(logits):
-    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+def io(*shape):
+    return shape, "io"
+
+
+def oi(*shape):
+    return shape, "oi"
+
+
+def vector(*shape):
+    return shape, "vector"
 
 
 def layers_of(names):
@@ -105,11 +113,27 @@ def in_layer(p, i):
     return {k.removeprefix(f"{i}/"): x for k, x in p.items() if k.startswith(f"{i}/")}
 
 
-PROJECTIONS = {f"att/{n}": ((D, D), v) for n, v in FLAT.items()}
-MLP = {"up": ((D, F), "io"), "down": ((F, D), "io")}
+PROJECTIONS = {f"att/{n}": io(D, D) for n in "qkvo"}
+MLP = {"up": io(D, F), "down": io(F, D)}
 EMBED = {"embed": ((V, D), "embedding")}
 HEAD = {"head": ((D, V), "head")}
 ATT = ("0/att", "1/att")
+
+
+def one_of_layers(leaves, rest: Any = HEAD, **about: Any):
+    """Registers a layer as a model of `L`; without `HEAD` its head is the embedding."""
+
+    def register(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(p, record, ids):
+            x = p["embed"][ids]
+            for i in range(L):
+                x = layer(in_layer(p, i), x, record)
+            return cross_entropy(normed(x) @ (p["head"] if rest else p["embed"].T))
+
+        loss.__name__ = layer.__name__
+        return model(EMBED | layers_of(leaves) | rest, layers=ATT, **about)(loss)
+
+    return register
 
 
 def mlp(p, x):
@@ -118,11 +142,9 @@ def mlp(p, x):
 
 @model(
     EMBED
-    | {"position": ((T, D), "vector"), "segment": ((2, D), "embedding")}
-    | layers_of(
-        PROJECTIONS | MLP | {"att/bq": ((D,), "vector"), "norm": ((D,), "vector")}
-    )
-    | {"transform": ((D, D), "io"), "bias": ((V,), "vector")},
+    | {"position": vector(T, D), "segment": ((2, D), "embedding")}
+    | layers_of(PROJECTIONS | MLP | {"att/bq": vector(D), "norm": vector(D)})
+    | {"transform": io(D, D), "bias": vector(V)},
     layers=ATT,
 )
 def bert(p, record, ids):
@@ -137,101 +159,55 @@ def bert(p, record, ids):
     return cross_entropy(jax.nn.gelu(x @ p["transform"]) @ p["embed"].T + p["bias"])
 
 
-@model(
-    EMBED
-    | layers_of(
-        {
-            "att/qkv": ((3 * D, D), "oi"),
-            "att/b": ((3 * D,), "vector"),
-            "o": ((D, D), "oi"),
-            "up": ((F, D), "oi"),
-            "down": ((D, F), "oi"),
-        }
-    ),
-    layers=ATT,
+@one_of_layers(
+    {
+        "att/qkv": oi(3 * D, D),
+        "att/b": vector(3 * D),
+        "o": oi(D, D),
+        "up": oi(F, D),
+        "down": oi(D, F),
+    },
+    rest={},
 )
-def gpt2(p, record, ids):
+def gpt2(q, x, record):
     """HuggingFace: kernels (outputs, inputs); query, key and value are thirds."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        thirds = jnp.split(normed(x) @ q["att/qkv"].T + q["att/b"], 3, -1)
-        x = x + attend(record, *map(cut, thirds)) @ q["o"].T
-        x = x + jax.nn.gelu(normed(x) @ q["up"].T) @ q["down"].T
-    return cross_entropy(normed(x) @ p["embed"].T)
+    thirds = jnp.split(normed(x) @ q["att/qkv"].T + q["att/b"], 3, -1)
+    x = x + attend(record, *map(cut, thirds)) @ q["o"].T
+    return x + jax.nn.gelu(normed(x) @ q["up"].T) @ q["down"].T
 
 
-@model(
-    EMBED
-    | layers_of(
-        MLP
-        | {
-            "att/qkv": ((D, 3 * D), "io"),
-            "att/b": ((3 * D,), "vector"),
-            "o": ((D, D), "io"),
-        }
-    )
-    | HEAD,
-    layers=ATT,
-)
-def gpt_neox(p, record, ids):
+@one_of_layers(MLP | {"att/qkv": io(D, 3 * D), "att/b": vector(3 * D), "o": io(D, D)})
+def gpt_neox(q, x, record):
     """Each head has its query, key and value in a row; half of a head is rotated."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        query, key, value = jnp.split(cut(y @ q["att/qkv"] + q["att/b"]), 3, -1)
-        query, key = rotated(query, 2), rotated(key, 2)
-        x = x + attend(record, query, key, value) @ q["o"] + mlp(q, y)
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    query, key, value = jnp.split(cut(y @ q["att/qkv"] + q["att/b"]), 3, -1)
+    query, key = rotated(query, 2), rotated(key, 2)
+    return x + attend(record, query, key, value) @ q["o"] + mlp(q, y)
 
 
-GROUPED = {
-    "att/q": ((D, D), "io"),
-    "att/k": ((D, 2 * E), "io"),
-    "att/v": ((D, 2 * E), "io"),
-    "att/o": ((D, D), "io"),
-}
+GROUPED = PROJECTIONS | {f"att/{n}": io(D, 2 * E) for n in "kv"}
 
 
-@model(
-    EMBED
-    | layers_of(GROUPED | MLP | {"gate": ((D, F), "io"), "norm": ((D,), "vector")})
-    | HEAD,
-    layers=ATT,
-)
-def llama(p, record, ids):
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x, q["norm"])
-        query, key = rotated(cut(y @ q["att/q"])), rotated(cut(y @ q["att/k"], 2))
-        x = x + attend(record, query, key, cut(y @ q["att/v"], 2)) @ q["att/o"]
-        y = normed(x)
-        x = x + (jax.nn.silu(y @ q["gate"]) * (y @ q["up"])) @ q["down"]
-    return cross_entropy(normed(x) @ p["head"])
+@one_of_layers(GROUPED | MLP | {"gate": io(D, F), "norm": vector(D)})
+def llama(q, x, record):
+    y = normed(x, q["norm"])
+    query, key = rotated(cut(y @ q["att/q"])), rotated(cut(y @ q["att/k"], 2))
+    x = x + attend(record, query, key, cut(y @ q["att/v"], 2)) @ q["att/o"]
+    y = normed(x)
+    return x + (jax.nn.silu(y @ q["gate"]) * (y @ q["up"])) @ q["down"]
 
 
-@model(
-    EMBED
-    | layers_of({"att/qkv": ((D, 2 * 4 * E), "io"), "o": ((D, D), "io")} | MLP)
-    | HEAD,
-    layers=ATT,
-)
-def falcon(p, record, ids):
+@one_of_layers({"att/qkv": io(D, 2 * 4 * E), "o": io(D, D)} | MLP)
+def falcon(q, x, record):
     """A group has its two queries, then its key, then its value."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        groups = (y @ q["att/qkv"]).reshape(B, T, 2, 4, E)
-        query = groups[..., :2, :].reshape(B, T, H, E)
-        key, value = groups[..., 2, :], groups[..., 3, :]
-        x = x + attend(record, rotated(query), rotated(key), value) @ q["o"] + mlp(q, y)
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    groups = (y @ q["att/qkv"]).reshape(B, T, 2, 4, E)
+    query = groups[..., :2, :].reshape(B, T, H, E)
+    key, value = groups[..., 2, :], groups[..., 3, :]
+    return x + attend(record, rotated(query), rotated(key), value) @ q["o"] + mlp(q, y)
 
 
-CROSS = {f"cross/{n}": ((D, D), v) for n, v in FLAT.items()}
+CROSS = {f"cross/{n}": io(D, D) for n in "qkvo"}
 
 
 @model(
@@ -261,7 +237,7 @@ def t5(p, record, ids):
 
 
 @model(
-    EMBED | {"inner": ((D, D), "io")} | PROJECTIONS | MLP,
+    EMBED | {"inner": io(D, D)} | PROJECTIONS | MLP,
     layers=("att",),
     runs_once=False,
 )
@@ -285,8 +261,8 @@ def convolved(x, w, stride=1, groups=1):
     )
 
 
-VISION = {"patches": ((4, 4, 3, D), "iiio"), "cls": ((1, 1, D), "vector")}
-VISION |= {"position": ((1, 5, D), "vector")} | PROJECTIONS | MLP
+VISION = {"patches": ((4, 4, 3, D), "iiio"), "cls": vector(1, 1, D)}
+VISION |= {"position": vector(1, 5, D)} | PROJECTIONS | MLP
 
 
 def seen(p, record, pixels):
@@ -301,7 +277,7 @@ def seen(p, record, pixels):
 @model(
     {f"i/{k}": v for k, v in VISION.items()}
     | {f"t/{k}": v for k, v in (EMBED | PROJECTIONS).items()}
-    | {"i/out": ((D, E), "io"), "t/out": ((D, E), "io"), "scale": ((), "vector")},
+    | {"i/out": io(D, E), "t/out": io(D, E), "scale": vector()},
     args=(PIXELS, IDS),
     layers=("i/att", "t/att"),
 )
@@ -319,10 +295,10 @@ def clip(p, record, pixels, ids):
 @model(
     {
         "stem": ((4, 4, 3, 8), "iiio"),
-        "depthwise": ((3, 3, 1, 8), "vector"),
-        "up": ((8, F), "io"),
-        "down": ((F, 8), "io"),
-        "scale": ((8,), "vector"),
+        "depthwise": vector(3, 3, 1, 8),
+        "up": io(8, F),
+        "down": io(F, 8),
+        "scale": vector(8),
         "between": ((2, 2, 8, 12), "iiio"),
         "head": ((12, 7), "head"),
     },
@@ -340,7 +316,7 @@ def convnext(p, record, pixels):
 LATENT = {
     "att/q": ((D, L, H, 6), "isoo"),
     "att/kv_a": ((D, L, 7), "iso"),
-    "att/gain": ((L, 5), "vector"),
+    "att/gain": vector(L, 5),
     "att/kv_b": ((5, L, H, 4 + E), "isoo"),
     "o": ((H, L, E, D), "isio"),
     "up": ((D, L, F), "iso"),
@@ -371,7 +347,7 @@ def deepseek(p, record, ids):
     return cross_entropy(normed(x) @ p["head"])
 
 
-MIXED = {f"att/{n}": ((L, D, D), "sio") for n in FLAT}
+MIXED = {f"att/{n}": ((L, D, D), "sio") for n in "qkvo"}
 MIXED |= {"router": ((L, D, 3), "router"), "up": ((L, 3, D, F), "ssio")}
 MIXED |= {"gate": ((L, 3, D, F), "ssio"), "down": ((L, 3, F, D), "ssio")}
 
@@ -408,8 +384,8 @@ def mixtral(p, record, ids):
             "att/kv": ((2, 2, D, E), "soio"),
             "o": ((H, E, D), "iio"),
             "gate_up": ((2, F, D), "soi"),
-            "down": ((F, D), "io"),
-            "after": ((D,), "vector"),
+            "down": io(F, D),
+            "after": vector(D),
         }
     ),
     layers=ATT,
@@ -433,34 +409,25 @@ def gemma2(p, record, ids):
     return cross_entropy(30.0 * jnp.tanh(normed(x) @ p["embed"].T / 30.0))
 
 
-@model(
-    EMBED
-    | layers_of(
-        {
-            "q": ((D, H, E), "ioo"),
-            "k": ((D, 2, E), "ioo"),
-            "v": ((D, 2, E), "ioo"),
-            "o": ((H, E, D), "iio"),
-            "att/q_norm": ((E,), "vector"),
-            "att/k_norm": ((E,), "vector"),
-        }
-    )
-    | HEAD,
-    layers=ATT,
+@one_of_layers(
+    {
+        "q": ((D, H, E), "ioo"),
+        "k": ((D, 2, E), "ioo"),
+        "v": ((D, 2, E), "ioo"),
+        "o": ((H, E, D), "iio"),
+        "att/q_norm": vector(E),
+        "att/k_norm": vector(E),
+    },
     shares=True,
 )
-def qwen3(p, record, ids):
+def qwen3(q, x, record):
     """Query and key are normalized, with gains that all heads of a layer share."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        query, key, value = (jnp.einsum("btd,dhe->bthe", y, q[n]) for n in "qkv")
-        query = rotated(normed(query, q["att/q_norm"]))
-        key = rotated(normed(key, q["att/k_norm"]))
-        out = cut(attend(record, query, key, value))
-        x = x + jnp.einsum("bthe,hed->btd", out, q["o"])
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    query, key, value = (jnp.einsum("btd,dhe->bthe", y, q[n]) for n in "qkv")
+    query = rotated(normed(query, q["att/q_norm"]))
+    key = rotated(normed(key, q["att/k_norm"]))
+    out = cut(attend(record, query, key, value))
+    return x + jnp.einsum("bthe,hed->btd", out, q["o"])
 
 
 STACKED = {
@@ -468,7 +435,7 @@ STACKED = {
     "att/k": ((L, 2, E, D), "sooi"),
     "att/v": ((L, 2, E, D), "sooi"),
     "o": ((L, D, 2, 2, E), "soiii"),
-    "norm": ((L, D), "vector"),
+    "norm": vector(L, D),
 }
 
 
@@ -492,8 +459,8 @@ def levanter(p, record, ids):
 
 @model(
     EMBED
-    | {f"att/{n}": ((D, D), "oi") for n in FLAT}
-    | {"up": ((F, D), "oi"), "down": ((D, F), "oi"), "head": ((V, D), "head")},
+    | {f"att/{n}": oi(D, D) for n in "qkvo"}
+    | {"up": oi(F, D), "down": oi(D, F), "head": ((V, D), "head")},
     layers=("att",),
 )
 def equinox(p, record, ids):
@@ -516,8 +483,8 @@ def equinox(p, record, ids):
 
 @model(
     EMBED
-    | {"lstm": ((D + 8, 32), "io"), "b": ((32,), "vector")}
-    | {"gru_in": ((8, 24), "io"), "gru": ((8, 24), "io"), "head": ((8, V), "head")}
+    | {"lstm": io(D + 8, 32), "b": vector(32)}
+    | {"gru_in": io(8, 24), "gru": io(8, 24), "head": ((8, V), "head")}
 )
 def haiku_recurrent(p, record, ids):
     """One kernel of the input and the state together, then two of them apart."""
@@ -543,8 +510,8 @@ def haiku_recurrent(p, record, ids):
 @model(
     {
         "in": ((3, 3, 3, D), "iiio"),
-        "time": ((D, F), "io"),
-        "time_2": ((F, D), "io"),
+        "time": io(D, F),
+        "time_2": io(F, D),
         "conv": ((3, 3, D, D), "iiio"),
         "text": ((V, D), "embedding"),
         "out": ((3, 3, D, 3), "head"),
@@ -570,8 +537,8 @@ def diffusion(p, record, pixels, time, ids):
 
 @model(
     {
-        "edges": ((2 * D, D), "io"),
-        "nodes": ((2 * D, D), "io"),
+        "edges": io(2 * D, D),
+        "nodes": io(2 * D, D),
         "head": ((D, 7), "head"),
     },
     args=(normal(9, 5, D), np.asarray([0, 1, 2, 3]), np.asarray([1, 2, 4, 0])),
@@ -587,11 +554,11 @@ def graph(p, record, nodes, senders, receivers):
 
 @model(
     {
-        "first": ((9, F), "io"),
-        "second": ((F, F), "io"),
+        "first": io(9, F),
+        "second": io(F, F),
         "mean": ((F, 3), "head"),
-        "log_std": ((3,), "vector"),
-        "value": ((F, 1), "vector"),
+        "log_std": vector(3),
+        "value": vector(F, 1),
     },
     args=(normal(10, B, 9),),
 )
