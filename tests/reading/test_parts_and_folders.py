@@ -15,7 +15,6 @@ from helpers import few
 from library_models import MODELS
 from optax.contrib import MuonDimensionNumbers
 from test_architectures import read, shapes
-from test_library_models import loss_of, nested
 
 import muonclip_jax as mc
 
@@ -53,8 +52,8 @@ def check(params, reading, every, per_head):
 @pytest.mark.parametrize("name", few(list(MODELS), "actor_critic"))
 def test_masks_change_nothing_in_library_models(name):
     model = MODELS[name]
-    params = nested(model.values())
-    reading = mc.read_model(loss_of(model), params, *model.args)
+    params = model.params
+    reading = mc.read_model(model.fun, params, *model.args)
     for every, per_head in itertools.product(range(3), (None, False)):
         check(params, reading, every, per_head)
 

@@ -8,7 +8,6 @@ from adversaries import CASES
 from architectures import ARCHITECTURES
 from library_models import MODELS
 from test_architectures import shapes
-from test_library_models import loss_of, nested
 
 import muonclip_jax as mc
 
@@ -232,12 +231,10 @@ NAMED = {"sigmoids", "squared_relus"} | {
 
 
 def every_case():
-    for name, case in CASES.items():
+    for name, case in (CASES | MODELS).items():
         yield name, case.fun, case.params, case.args
     for name, a in ARCHITECTURES.items():
         yield name, lambda p, *x, a=a: a.loss(p, *x, None), shapes(a), a.inputs
-    for name, model in MODELS.items():
-        yield name, loss_of(model), nested(model.values()), model.args
 
 
 @pytest.mark.more
