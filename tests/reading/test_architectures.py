@@ -7,7 +7,6 @@ their largest logits, layer by layer.
 import functools
 import re
 
-import exponential_gates as gates
 import jax
 import jax.numpy as jnp
 import models_of_space as space
@@ -29,8 +28,8 @@ MODELS = ARCHITECTURES | {
     "Qwen3-Next in chunks": whole.QWEN3_NEXT,
     "Qwen3-Next in chunks, one added": whole.QWEN3_NEXT_ADDED,
     "simply": whole.SIMPLY,
-    "xLSTM": gates.XLSTM,
-    "xLSTM, recurrent": gates.XLSTM_RECURRENT,
+    "xLSTM": whole.XLSTM,
+    "xLSTM, recurrent": whole.XLSTM_RECURRENT,
     "MViT by means": space.MVIT_BY_MEANS,
     "MViT by maxima": space.MVIT_BY_MAXIMA,
     "MViT by windows": space.MVIT_BY_WINDOWS,
@@ -170,7 +169,7 @@ def test_products_that_weigh_without_a_softmax_are_named():
     """Of the parallel form; the recurrent one has no product that weighs."""
     named = dict(said.split(" at ", 1) for said in read("xLSTM").not_clipped)
     assert named.keys() == {"blocks/0/mlstm"}
-    assert all("exponential_gates.py" in line for line in named.values())
+    assert all("whole_models.py" in line for line in named.values())
     assert not read("xLSTM, recurrent").not_clipped
 
 
@@ -219,7 +218,7 @@ def test_chunks_of_a_delta_rule_are_its_recurrence(of_channels):
 def test_the_forms_of_an_mlstm_agree():
     query, key, value, raw = (_heads(i, 2.0).swapaxes(1, 2) for i in range(4))
     every = query, key, value, raw[..., 0], raw[..., 1]
-    found, expected = gates.mlstm_parallel(*every), gates.mlstm_recurrent(*every)
+    found, expected = whole.mlstm_parallel(*every), whole.mlstm_recurrent(*every)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 

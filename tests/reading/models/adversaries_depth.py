@@ -20,6 +20,7 @@ from pieces_of_cases import (
     H,
     K,
     mixed,
+    network,
     ONE,
     one,
     one_layer,
@@ -227,11 +228,7 @@ def _scanned(p, x, attend):
 # What looks like attention.
 
 
-@case(
-    "w 0|1; a b any; head head",
-    weights(w=(D, D), a=(D,), b=(D,), head=(D, C)),
-    attention="maybe",
-)
+@network("w 0|1; a b any", w=(D, D), a=(D,), b=(D,), attention="maybe")
 def graph_attention(p, x):
     """GAT: logits are sums, so no product of query and key is there."""
     y = x @ p["w"]

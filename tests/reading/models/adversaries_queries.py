@@ -20,6 +20,7 @@ from pieces_of_cases import (
     heads,
     K,
     mixed,
+    network,
     one_layer,
     qkv,
     rms,
@@ -62,10 +63,8 @@ def latents_are_projected_without_a_batch(p, x):
     return _of_latents(p, x, w)
 
 
-@case(
-    "query vector~embedding; v o 0|1; head head",
-    weights(v=(D, D), o=(D, D), head=(D, C), query=(D,)),
-    attention="maybe",
+@network(
+    "query vector~embedding; v o 0|1", v=(D, D), o=(D, D), query=(D,), attention="maybe"
 )
 def pooled_by_one_learned_vector(p, x):
     """Keys are the input as it is, so it is a layer of one output."""

@@ -15,6 +15,7 @@ from pieces_of_cases import (
     D,
     F,
     gains,
+    network,
     scores,
     soft,
     T,
@@ -48,7 +49,7 @@ def depthwise_then_pointwise(p, x):
     return jax.nn.relu(conv(y, p["point"])).mean((1, 2)) @ p["head"]
 
 
-@case("w any; head head", weights(w=(3, 3, 2, 8), head=(8, C)), IMAGE)
+@network("w any", IMAGE, w=(3, 3, 2, 8), head=(8, C))
 def grouped_convolution(p, x):
     return jax.nn.relu(conv(x, p["w"], feature_group_count=2)).mean((1, 2)) @ p["head"]
 
@@ -71,9 +72,8 @@ def variational_autoencoder(p, x, noise):
     return jnp.mean((out - x) ** 2) + kl
 
 
-@case(
-    "up out 0|1; codebook frozen; head head",
-    weights(up=(D, 4), codebook=(9, 4), out=(4, F), head=(F, C)),
+@network(
+    "up out 0|1; codebook frozen", up=(D, 4), codebook=(9, 4), out=(4, F), head=(F, C)
 )
 def codebook_that_is_moved_by_averages(p, x):
     z = x @ p["up"]
@@ -97,7 +97,7 @@ def teacher_among_the_params(p, x):
     return -jnp.sum(b * jax.nn.log_softmax(a))
 
 
-@case("both up 0|1; head head", weights(both=(D, D), up=(D, F), head=(F, C)))
+@network("both up 0|1", both=(D, D), up=(D, F), head=(F, C))
 def stopped_on_one_way_of_two(p, x):
     y = jax.nn.gelu(x @ p["both"])
     return jax.nn.gelu((x + y - jax.lax.stop_gradient(y)) @ p["up"]) @ p["head"]
@@ -160,7 +160,7 @@ def emissions_of_a_random_field(p, x, tags):
     return jnp.mean(jax.nn.logsumexp(sums, -1) - score)
 
 
-@case("up 0|1; head head", weights(up=(D, D), head=(D, C)))
+@network("up 0|1", up=(D, D))
 def nearest_of_learned_points(p, x):
     x = jax.nn.gelu(x @ p["up"]).reshape(-1, D)
     squares = jnp.square(x).sum(-1)[:, None] + jnp.square(p["head"]).sum(0)
@@ -204,13 +204,13 @@ def codebooks_with_a_head_each(p, codes):
 # Products of activations.
 
 
-@case("b 0|1; a any; head head", weights(a=(D, D), b=(D, D), head=(D, C)))
+@network("b 0|1; a any", a=(D, D), b=(D, D))
 def solve_of_a_parameter(p, x):
     y = jnp.linalg.solve(jnp.eye(D) + 0.1 * p["a"], (x @ p["b"]).mT).mT
     return jax.nn.relu(y) @ p["head"]
 
 
-@case("a b 0|1; head head", weights(a=(D, F), b=(F, D), head=(D, C)))
+@network("a b 0|1", a=(D, F), b=(F, D))
 def ordinary_differential_equation(p, x):
     def slope(y, t, a, b):
         return jnp.tanh(y @ a) @ b
@@ -222,7 +222,7 @@ def ordinary_differential_equation(p, x):
 # Each was once read wrong.
 
 
-@case("up down 0|1; head head", weights(up=(D, F), down=(F, D), head=(D, C)))
+@network("up down 0|1", up=(D, F), down=(F, D))
 def scales_that_products_are_multiplied_with(p, x):
     """Eight bits: a scale found from a weight is no norm that divides it."""
 
@@ -234,7 +234,7 @@ def scales_that_products_are_multiplied_with(p, x):
     return jax.nn.gelu(dot(x, p["up"])) @ p["down"] @ p["head"]
 
 
-@case("a b c 0|1; head head", weights(a=(D, 4), b=(4, 4), c=(4, D), head=(D, C)))
+@network("a b c 0|1", a=(D, 4), b=(4, 4), c=(4, D))
 def factor_between_two_others(p, x):
     return jax.nn.gelu(x @ (p["a"] @ p["b"] @ p["c"])) @ p["head"]
 
@@ -248,10 +248,7 @@ def kernel_that_is_a_mean_of_several(p, x):
     return jax.nn.gelu(x @ jnp.einsum("l,lij->ij", share, p["up"])) @ p["head"]
 
 
-@case(
-    "up gate down 0|1; head head",
-    weights(up=(D, F), gate=(D, F), down=(F, D), head=(D, C)),
-)
+@network("up gate down 0|1", up=(D, F), gate=(D, F), down=(F, D))
 def gate_of_features_by_a_softmax(p, x):
     y = jax.nn.softmax(x @ p["gate"]) * (x @ p["up"])
     return jax.nn.gelu(y @ p["down"]) @ p["head"]
@@ -279,10 +276,7 @@ def state_space_by_an_associative_scan(p, x):
     return (x + y @ p["out"]) @ p["head"]
 
 
-@case(
-    "router router; wi wo 1|2; head head",
-    weights(router=(D, 4), wi=(4, D, F), wo=(4, F, D), head=(D, C)),
-)
+@network("router router; wi wo 1|2", router=(D, 4), wi=(4, D, F), wo=(4, F, D))
 def experts_by_one_hot_rows_twice(p, x):
     """What one-hot rows have weighed is weighed by them again."""
     logits = x @ p["router"]
@@ -312,10 +306,7 @@ def experts_with_a_capacity(p, x):
     return (x + y.reshape(x.shape)) @ p["head"]
 
 
-@case(
-    "router frozen; a b 0|1; head head",
-    weights(router=(D, 2), a=(D, D), b=(D, D), head=(D, C)),
-)
+@network("router frozen; a b 0|1", router=(D, 2), a=(D, D), b=(D, D))
 def experts_by_a_branch(p, x):
     of = jnp.argmax(x.mean((0, 1)) @ p["router"])
     y = jax.lax.switch(of, [lambda: x @ p["a"], lambda: jax.nn.gelu(x @ p["b"])])
@@ -347,9 +338,8 @@ def values_of_experts_that_are_mixed_after_attention(p, x):
     return jax.nn.gelu(x + y @ p["o"]) @ p["head"]
 
 
-@case(
-    "which router; code embedding; inner 0|1; head head",
-    weights(inner=(D, D), which=(D, 4), code=(4, D), head=(D, C)),
+@network(
+    "which router; code embedding; inner 0|1", inner=(D, D), which=(D, 4), code=(4, D)
 )
 def codes_by_one_hot_rows_with_another_gradient(p, x):
     """Straight through, as a Gumbel softmax is."""

@@ -16,6 +16,7 @@ from pieces_of_cases import (
     gains,
     K,
     KEY,
+    network,
     one_layer,
     T,
     V,
@@ -60,10 +61,7 @@ def toeplitz_matrices_of_states(p, x):
     return jax.nn.gelu(y @ p["mix"]) @ p["head"]
 
 
-@case(
-    "rates vector; b c 1|0; head head",
-    weights(rates=(K,), b=(K, D), c=(F, K), head=(F, C)),
-)
+@network("rates vector; b c 1|0", rates=(K,), b=(K, D), c=(F, K), head=(F, C))
 def full_matrices_around_diagonal_states(p, x):
     """S5 as a convolution, which mixes inputs and outputs."""
     powers = jnp.exp(-jnp.exp(p["rates"])[:, None] * jnp.arange(T))
@@ -134,12 +132,7 @@ def kernels_mixed_by_multiply_and_sum(p, x, z):
     return jax.nn.gelu(jnp.einsum("bti,bio->bto", x, kernel)) @ p["head"]
 
 
-@case(
-    "inner style 0|1; head head",
-    weights(inner=(D, D), style=(D, D), head=(D, C)),
-    X,
-    STYLE,
-)
+@network("inner style 0|1", X, STYLE, inner=(D, D), style=(D, D))
 def scaled_kernel_that_writes_the_output(p, x, z):
     head = p["head"] * (z @ p["style"])[..., None]
     return jnp.einsum("btd,bdc->btc", jnp.tanh(x @ p["inner"]), head)
@@ -203,10 +196,7 @@ def winners_of_groups_by_their_order(p, x):
     return jax.nn.gelu(x + kept(x @ p["up"]) @ p["down"]) @ p["head"]
 
 
-@case(
-    "router router; wi wo 1|2; head head",
-    weights(router=(D, 4), wi=(4, D, F), wo=(4, F, D), head=(D, C)),
-)
+@network("router router; wi wo 1|2", router=(D, 4), wi=(4, D, F), wo=(4, F, D))
 def experts_weighed_before_and_after_by_what_is_left(p, x):
     """What cuts the outputs of this kernel cuts nothing but the choice of experts."""
     logits = x @ p["router"]
@@ -255,10 +245,7 @@ def _rounded(x):
 _rounded.defvjp(lambda x: (_rounded(x), None), lambda _, g: (g,))
 
 
-@case(
-    "a up 0|1; back frozen; head head",
-    weights(a=(D, K), back=(K, D), up=(K, F), head=(F, C)),
-)
+@network("a up 0|1; back frozen", a=(D, K), back=(K, D), up=(K, F), head=(F, C))
 def rounded_with_a_gradient_and_without(p, x):
     y = _rounded(x @ p["a"])
     less = jnp.floor(x @ p["back"].T)
@@ -400,20 +387,12 @@ def low_rank_with_a_gain(p, x):
     return mlp(p, x, p["gain"] * w / jnp.linalg.norm(w, axis=0))
 
 
-@case(
-    "a b 0|1; head head",
-    weights(a=(D, 2), b=(2, D), head=(D, C)),
-    X,
-    array("base", D, D),
-)
+@network("a b 0|1", X, array("base", D, D), a=(D, 2), b=(2, D))
 def adapters_alone_on_a_kernel_of_the_arguments(p, x, base):
     return (x + jax.nn.gelu(x @ (base + p["a"] @ p["b"]))) @ p["head"]
 
 
-@case(
-    "blocks 1|2; down 0|1; head head",
-    weights(blocks=(3, 4, 8), down=(24, D), head=(D, C)),
-)
+@network("blocks 1|2; down 0|1", blocks=(3, 4, 8), down=(24, D))
 def block_diagonal(p, x):
     y = jnp.einsum("btnd,ndf->btnf", x.reshape(B, T, 3, 4), p["blocks"])
     return (x + jax.nn.gelu(y.reshape(B, T, 24)) @ p["down"]) @ p["head"]

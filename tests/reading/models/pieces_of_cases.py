@@ -68,6 +68,14 @@ def one(**shapes: Any) -> dict[str, jax.Array]:
     return {k: v for k, v in {**ONE, **made}.items() if k not in shapes or k in made}
 
 
+def network(
+    labels: str, *args: Any, head: Any = (D, C), attention: str = "none", **shapes: Any
+):
+    """Registers a function of kernels and `X`, of which the last is a head."""
+    leaves = weights(**shapes, head=head)
+    return case(f"{labels}; head head", leaves, *args, attention=attention)
+
+
 def one_layer(
     attention: str,
     *args: Any,
