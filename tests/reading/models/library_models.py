@@ -65,12 +65,20 @@ class Model(Case):
 MODELS: dict[str, Model] = {}
 
 
-def model(leaves: dict[str, Leaf], args=(IDS,), layers=(), attention="read"):
-    """Registers a loss of params by their paths under its name."""
+def model(
+    leaves: dict[str, Leaf], args=(IDS,), layers=(), attention="read", has_remat=False
+):
+    """Registers a loss of params by their paths under its name.
+
+    Logits inside `remat` cannot be seen from outside, so it is left out for the judge.
+    """
 
     def register(loss: Callable[..., Any]) -> Callable[..., Any]:
         def fun(tree, *args):
             return loss(by_path(tree), *args)
+
+        def plain(tree, *args):
+            return loss(by_path(tree), *args, remat=lambda layer: layer)
 
         drawn = [leaf.drawn(i) for i, leaf in enumerate(leaves.values())]
         params = nested(dict(zip(leaves, drawn, strict=True)))
@@ -83,6 +91,7 @@ def model(leaves: dict[str, Leaf], args=(IDS,), layers=(), attention="read"):
             labels,
             attention if layers else "none",
             scaled="*att/b* att/gain",
+            plain=plain if has_remat else None,
             layers=layers,
         )
         return loss
@@ -352,8 +361,8 @@ LATENT = {
 }
 
 
-@model(EMBED | LATENT | HEAD, layers=("att",))
-def deepseek(p, ids):
+@model(EMBED | LATENT | HEAD, layers=("att",), has_remat=True)
+def deepseek(p, ids, remat=jax.checkpoint):
     """MaxText: layers on axis 1; a latent key, and one rotary key that heads share."""
 
     def layer(x, q):
@@ -371,7 +380,7 @@ def deepseek(p, ids):
         return x + mlp(q, normed(x)), None
 
     axes = {k: jnp.moveaxis(p[k], 0 if k == "att/gain" else 1, 0) for k in LATENT}
-    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], axes)
+    x, _ = jax.lax.scan(remat(layer), p["embed"][ids], axes)
     return cross_entropy(normed(x) @ p["head"])
 
 
@@ -467,8 +476,10 @@ STACKED = {
 }
 
 
-@model(EMBED | STACKED | {"head": Leaf((V, D), "head")}, layers=("att",))
-def levanter(p, ids):
+@model(
+    EMBED | STACKED | {"head": Leaf((V, D), "head")}, layers=("att",), has_remat=True
+)
+def levanter(p, ids, remat=jax.checkpoint):
     """Stacked layers; queries have an axis of groups and one of their members."""
 
     def layer(x, q):
@@ -481,7 +492,7 @@ def levanter(p, ids):
         ), None
 
     scanned = {k: p[k] for k in STACKED}
-    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], scanned)
+    x, _ = jax.lax.scan(remat(layer), p["embed"][ids], scanned)
     return cross_entropy(jnp.einsum("btd,vd->btv", normed(x), p["head"]))
 
 
