@@ -14,13 +14,8 @@ import muonclip_jax as mc
 
 B, T, D, H = 2, 6, 8, 2
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-PARAMS = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32)
-    for name, shape in {
-        **dict.fromkeys("qkvog", (D, D)),
-        **{"head": (D, 3), "one": (D, 1)},
-    }.items()
-}
+SHAPES = {**dict.fromkeys("qkvog", (D, D)), "head": (D, 3), "one": (D, 1)}
+PARAMS = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in SHAPES.items()}
 
 
 def qkv(p, x):
@@ -191,11 +186,8 @@ def squeezed_gates(p, x):
 
 def long_convolution(p, x):
     q, k, v = (x @ p[name] for name in "qkv")
-    times = jnp.broadcast_to(jnp.arange(T)[:, None] / T, (T, D))
-    spectra = (
-        jnp.fft.rfft(a, n=2 * T, axis=-2) for a in (jnp.sin(times @ p["g"]), k * v)
-    )
-    window, y = spectra
+    window = jnp.sin(jnp.broadcast_to(jnp.arange(T)[:, None] / T, (T, D)) @ p["g"])
+    window, y = (jnp.fft.rfft(a, n=2 * T, axis=-2) for a in (window, k * v))
     return q * jnp.fft.irfft(window * y, axis=1)[:, :T]
 
 

@@ -188,10 +188,8 @@ def test_a_closed_over_batch():
         return jax.grad(mc.record_attention(lambda p: _plain(p, x)), has_aux=True)(p)
 
     x = normal(5, 3, 6, D)
-    (grads, stats), want = (
-        export.export(step)(PARAMS, symbolic("b, 6, 8")).call(PARAMS, x),
-        jax.grad(_plain)(PARAMS, x),
-    )
+    program = export.export(step)(PARAMS, symbolic("b, 6, 8"))
+    (grads, stats), want = program.call(PARAMS, x), jax.grad(_plain)(PARAMS, x)
     np.testing.assert_array_equal(stats["max_logits"].shape, (H,))
     # The same operations on the same numbers; XLA may fuse them differently.
     for name, grad in grads.items():
@@ -202,10 +200,9 @@ def test_a_closed_over_batch():
 def test_modules():
     class Model(nnx.Module):
         def __init__(self):
-            self.embed = nnx.Embed(11, D, rngs=nnx.Rngs(0))
-            self.attention = nnx.MultiHeadAttention(
-                H, D, decode=False, rngs=nnx.Rngs(1)
-            )
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(11, D, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(H, D, decode=False, rngs=rngs)
 
         def __call__(self, tokens):
             return self.attention(self.embed(tokens)).sum()
@@ -306,18 +303,15 @@ def test_train_step_for_three_platforms():
 
     @jax.jit
     def step(params, state, tokens):
-        recorded = mc.record_attention(_loss)
-        (loss, stats), grads = jax.value_and_grad(recorded, has_aux=True)(
-            params, tokens
-        )
+        recorded = jax.value_and_grad(mc.record_attention(_loss), has_aux=True)
+        (loss, stats), grads = recorded(params, tokens)
         updates, state = optimizer.update(grads, state, params, attention_stats=stats)
         return optax.apply_updates(params, updates), state, loss, stats
 
     state = optimizer.init(params)
-    program = export.export(step, platforms=("cpu", "tpu", "cuda"))(
-        params, state, tokens
-    )
-    assert program.platforms == ("cpu", "tpu", "cuda")
+    platforms = "cpu", "tpu", "cuda"
+    program = export.export(step, platforms=platforms)(params, state, tokens)
+    assert program.platforms == platforms
     for batch in (2, 7):
         given = jax.random.randint(jax.random.key(batch), (batch, 6), 0, 11)
         found, want = (run(params, state, given) for run in (program.call, step))

@@ -87,20 +87,18 @@ def test_readings_of_other_functions_differ():
     reading = mc.read_model(attend, HEADS, X)
     flat = {name: x.reshape(8, 8) for name, x in HEADS.items()}
     heads = {name: x.reshape(8, 4, 2) for name, x in HEADS.items()}
+
+    def reshaped(p, x):
+        return attend({k: v.reshape(8, 2, 4) for k, v in p.items()}, x)
+
     others = {
-        "no attention": mc.read_model(lambda p, x: p["q"].sum() + x.sum(), HEADS, X),
-        "other heads": mc.read_model(attend, heads, X),
-        "other shapes": mc.read_model(
-            lambda p, x: attend({k: v.reshape(8, 2, 4) for k, v in p.items()}, x),
-            flat,
-            X,
-        ),
-        "another tree": mc.read_model(
-            lambda p, x: attend(p, x), HEADS | {"unused": jnp.ones(3)}, X
-        ),
+        "no attention": (lambda p, x: p["q"].sum() + x.sum(), HEADS),
+        "other heads": (attend, heads),
+        "other shapes": (reshaped, flat),
+        "another tree": (attend, HEADS | {"unused": jnp.ones(3)}),
     }
-    for what, other in others.items():
-        assert other != reading, what
+    for what, (fun, params) in others.items():
+        assert mc.read_model(fun, params, X) != reading, what
     assert reading != "a reading" and reading != None  # noqa: E711
 
 
