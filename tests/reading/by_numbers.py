@@ -192,6 +192,10 @@ def label_faults(case: Case, reading: Any) -> list[str]:
     return faults
 
 
+def shapes(**leaves: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
+
+
 def _axes(x: Any) -> Any:
     """Inputs and outputs of an entry of `dimension_numbers`, or nothing."""
     if not hasattr(x, "reduction_axis"):

@@ -197,10 +197,6 @@ def by_branch(layers: list[Any], h: Any) -> Any:
     return scanned(numbers, h, lambda i, h: jax.lax.switch(i, branches, h))
 
 
-def two_halves(stack: Any, h: Any) -> Any:
-    return scanned(picked(stack, slice(2, 4)), scanned(picked(stack, slice(0, 2)), h))
-
-
 def two_stacks(run: Any, *order: int) -> Way:
     def params(key: Any) -> Any:
         whole = kernels(key, 3)
@@ -278,10 +274,6 @@ def sharing(run: Any) -> Way:
     return Way(params, layers, together, block)
 
 
-def scan_with_key(layers: list[Any], k: Any, h: Any) -> Any:
-    return scanned(stacked(layers), h, lambda p, h: block(p | {"k": k}, h))
-
-
 def in_patterns(layers: list[Any], h: Any) -> Any:
     """As simply does: places of a pattern are stacked over its repetitions."""
     places = [stacked(layers[i::2]) for i in range(2)]
@@ -293,10 +285,6 @@ def in_patterns(layers: list[Any], h: Any) -> Any:
         return h
 
     return scanned(places, h, pattern)
-
-
-def mapped_with_key(layers: list[Any], k: Any, h: Any) -> Any:
-    return jax.vmap(lambda p: block(p | {"k": k}, h))(stacked(layers)).sum(0)
 
 
 def with_keys_reversed() -> Way:
@@ -348,39 +336,6 @@ def with_other_leaves(split: Any, whole: Any) -> Way:
     return Way(params, layers, run, block)
 
 
-def fused(x: Any) -> Any:
-    return {"qkv": jnp.concatenate([x[n] for n in "qkv"], -1)}
-
-
-def unfused(x: Any) -> Any:
-    return dict(zip("qkv", jnp.split(x["qkv"], 3, -1), strict=True))
-
-
-def by_heads(x: Any) -> Any:
-    return x | {"q": x["q"][:, :N], "other": x["q"][:, N:]}
-
-
-def joined_heads(x: Any) -> Any:
-    return x | {"q": jnp.concatenate([x["q"], x["other"]], -1)}
-
-
-def adapted(x: Any) -> Any:
-    return x | {"a": x["q"][:, :2] * 0.3, "b": x["k"][:2] * 0.5}
-
-
-def unadapted(x: Any) -> Any:
-    return x | {"q": x["q"] + x["a"] @ x["b"]}
-
-
-def by_map(layers: list[Any], h: Any) -> Any:
-    return jax.lax.map(lambda p: block(p, h), stacked(layers)).sum(0)
-
-
-def mapped(layers: list[Any], h: Any) -> Any:
-    """Branches side by side, by vmap over layers that are put together."""
-    return jax.vmap(lambda p: block(p, h))(stacked(layers)).sum(0)
-
-
 def put_in(put: Any) -> Way:
     """Layers are put into zeros, one after the other."""
 
@@ -416,8 +371,10 @@ WAYS: dict[str, Way] = {
     ),
     "unroll": of_leaves(lambda x, h: scanned(stacked(x), h, unroll=2)),
     "remat": of_leaves(lambda x, h: scanned(stacked(x), h, jax.checkpoint(block))),
-    "map": of_leaves(by_map),
-    "vmap": of_leaves(mapped),
+    "map": of_leaves(
+        lambda x, h: jax.lax.map(lambda p: block(p, h), stacked(x)).sum(0)
+    ),
+    "vmap": of_leaves(lambda x, h: jax.vmap(lambda p: block(p, h))(stacked(x)).sum(0)),
     "case": of_leaves(by_case),
     "branch": of_leaves(by_branch),
     "groups": of_leaves(lambda x, h: in_groups(stacked(x), h), 4),
@@ -438,23 +395,40 @@ WAYS: dict[str, Way] = {
     "stored stack in nested scans": of_stack(nested, [0, 1, 2, 3], 4),
     "group and place": of_stack(by_group_and_place, [0, 1, 2, 3], 4),
     "cut in groups": of_stack(cut_in_groups, [0, 1, 2, 3], 4),
-    "two halves": of_stack(two_halves, [0, 1, 2, 3], 4),
+    "two halves": of_stack(
+        lambda p, h: scanned(picked(p, slice(2, 4)), scanned(picked(p, slice(2)), h)),
+        [0, 1, 2, 3],
+        4,
+    ),
     "index": of_stack(by_index(lambda i: i), [0, 1, 2]),
     "index from the end": of_stack(by_index(lambda i: 2 - i), [2, 1, 0]),
     "index modulo": of_stack(by_index(lambda i: (2 * i + 1) % 3), [1, 0, 2]),
     "index that is carried": of_stack(carried, [0, 2, 1]),
     "index by constants": of_stack(by_constants([1, 0, 2]), [1, 0, 2]),
-    "shared key": sharing(scan_with_key),
-    "shared key under vmap": sharing(mapped_with_key),
+    "shared key": sharing(
+        lambda x, k, h: scanned(stacked(x), h, lambda p, h: block(p | {"k": k}, h))
+    ),
+    "shared key under vmap": sharing(
+        lambda x, k, h: jax.vmap(lambda p: block(p | {"k": k}, h))(stacked(x)).sum(0)
+    ),
     "patterns": of_leaves(in_patterns, 4),
     "keys reversed": with_keys_reversed(),
     "keys of groups": keys_of_groups(keys_by_index),
     "keys repeated": keys_of_groups(
         lambda p, h: scanned(p | {"k": jnp.repeat(p["k"], 2, 0)}, h)
     ),
-    "fused": with_other_leaves(fused, unfused),
-    "heads of two kernels": with_other_leaves(by_heads, joined_heads),
-    "adapters": with_other_leaves(adapted, unadapted),
+    "fused": with_other_leaves(
+        lambda x: {"qkv": jnp.concatenate([x[n] for n in "qkv"], -1)},
+        lambda x: dict(zip("qkv", jnp.split(x["qkv"], 3, -1), strict=True)),
+    ),
+    "heads of two kernels": with_other_leaves(
+        lambda x: x | {"q": x["q"][:, :N], "other": x["q"][:, N:]},
+        lambda x: x | {"q": jnp.concatenate([x["q"], x["other"]], -1)},
+    ),
+    "adapters": with_other_leaves(
+        lambda x: x | {"a": x["q"][:, :2] * 0.3, "b": x["k"][:2] * 0.5},
+        lambda x: x | {"q": x["q"] + x["a"] @ x["b"]},
+    ),
     "biases": changed(STACK, with_biases),
     "gains": changed(STACK, with_gains),
     "gains of flipped": changed(FLIPPED, with_gains),

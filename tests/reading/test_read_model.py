@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_numbers import Case, label_faults
+from by_numbers import Case, label_faults, shapes
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -21,10 +21,6 @@ import muonclip_jax as mc
 B, T, D, V = 2, 5, 8, 11
 TOKENS = jax.ShapeDtypeStruct((B, T), jnp.int32)
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-
-
-def shapes(**params):
-    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in params.items()}
 
 
 def image(*shape):

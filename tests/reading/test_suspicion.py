@@ -1,5 +1,6 @@
 """Attention in forms that no reading knows is refused or named, and nothing else is."""
 
+import by_numbers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,7 @@ import muonclip_jax as mc
 
 B, T, D, H = 2, 6, 8, 2
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-SHAPES = {**dict.fromkeys("qkvog", (D, D)), "head": (D, 3), "one": (D, 1)}
-PARAMS = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in SHAPES.items()}
+PARAMS = by_numbers.shapes(**dict.fromkeys("qkvog", (D, D)), head=(D, 3), one=(D, 1))
 
 
 def qkv(p, x):
