@@ -85,24 +85,26 @@ def one_layer(
     plain: Callable[..., Any] | None = None,
     **shapes: Any,
 ):
-    """Registers a function of the layer; `also` are labels of further leaves."""
+    """Registers a function of the layer `ONE` with these leaves.
+
+    `also` are the labels of leaves that it has besides, `says` those of its own.
+    """
     labels, params = "; ".join(filter(None, (also, says))), one(**shapes)
     told = {"attention": attention, "scaled": scaled, "plain": plain}
     return case(labels, params, *args, **told)
 
 
 def heads(attention: str, *args: Any, **about: Any):
-    """As `one_layer`, where a function of query, key and value has what is mixed.
+    """Registers a function of query, key and value as what `one_layer` mixes by them.
 
-    It takes further arguments after these, and further leaves by their names.
+    It has the further arguments after these, and the further leaves by their names.
     """
 
     def register(fun):
         def loss(p, x, *args):
             leaves = {n: p[n] for n in p if n not in ONE}
-            return end(
-                p, x, fun(*qkv(p, x), *args, **leaves).reshape(*x.shape[:-1], -1)
-            )
+            y = fun(*qkv(p, x), *args, **leaves)
+            return end(p, x, y.reshape(*x.shape[:-1], -1))
 
         loss.__name__ = fun.__name__
         one_layer(attention, *args, **about)(loss)
@@ -122,9 +124,8 @@ def cut(y, heads: int = H):
     return y.reshape(*y.shape[:-1], heads, -1)
 
 
-def qkv(p, x, memory=None):
-    memory = x if memory is None else memory
-    return cut(x @ p["q"]), cut(memory @ p["k"]), cut(memory @ p["v"])
+def qkv(p, x):
+    return cut(x @ p["q"]), cut(x @ p["k"]), cut(x @ p["v"])
 
 
 def scores(q, k):
