@@ -131,20 +131,21 @@ def nested(stack: Any, h: Any) -> Any:
 def by_group_and_place(stack: Any, h: Any) -> Any:
     def step(i: Any, h: Any) -> Any:
         for j in range(2):
-            h = block(picked(stack, 2 * i + j), h)
+            h = block(jax.tree.map(lambda x, j=j: x[2 * i + j], stack), h)
         return h
 
     return jax.lax.fori_loop(0, 2, step, h)
 
 
-def two_from(stack: Any, start: Any) -> Any:
+def two_from(stack: Any, start: Callable[[], Any]) -> Any:
+    """Each leaf computes the start anew."""
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=2, axis=0)
-    return jax.tree.map(lambda x: cut(x, start), stack)
+    return jax.tree.map(lambda x: cut(x, start()), stack)
 
 
 def cut_in_groups(stack: Any, h: Any) -> Any:
     def step(i: Any, h: Any) -> Any:
-        return scanned(two_from(stack, 2 * i), h)
+        return scanned(two_from(stack, lambda: 2 * i), h)
 
     return jax.lax.fori_loop(0, 2, step, h)
 
@@ -160,9 +161,11 @@ def carried(stack: Any, h: Any) -> Any:
 
 
 def by_index(index: Any) -> Any:
+    """Each leaf computes the index anew."""
+
     def run(stack: Any, h: Any) -> Any:
         def step(i: Any, h: Any) -> Any:
-            return block(picked(stack, index(i)), h)
+            return block(jax.tree.map(lambda x: x[index(i)], stack), h)
 
         return jax.lax.fori_loop(0, 3, step, h)
 
@@ -526,7 +529,8 @@ def test_layers_that_cannot_be_told_apart_are_refused():
 
     def unknown_groups(p: Any, x: Any) -> Any:
         def step(i: Any, h: Any) -> Any:
-            return scanned(two_from(p, (x[0, 0, 0] > i).astype(int)), h)
+            start = (x[0, 0, 0] > i).astype(int)
+            return scanned(two_from(p, lambda: start), h)
 
         return jax.lax.fori_loop(0, 2, step, x).sum()
 
