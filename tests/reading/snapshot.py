@@ -101,7 +101,8 @@ def _with_code(text: str) -> str:
     """The code of a line in place of its number, which edits above it change."""
 
     def code(match: re.Match[str]) -> str:
-        files = [TESTS / folder / match[1] for folder in ("reading", ".")]
+        folders = "reading/models", "reading", "."
+        files = [TESTS / folder / match[1] for folder in folders]
         found = [linecache.getline(str(x), int(match[2])).strip() for x in files]
         return f"`{next(filter(None, found), match[0])}`"
 
