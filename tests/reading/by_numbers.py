@@ -192,6 +192,10 @@ def label_faults(case: Case, reading: Any) -> list[str]:
     return faults
 
 
+def shapes(**leaves: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in leaves.items()}
+
+
 def _axes(x: Any) -> Any:
     """Inputs and outputs of an entry of `dimension_numbers`, or nothing."""
     if not hasattr(x, "reduction_axis"):
@@ -233,14 +237,8 @@ def verdict_of(case: Case) -> Verdict:
     """What the package says of a case, against its numbers."""
     try:
         return _judged(case)
-    except _Said as said:
-        return Verdict(said.args[0], said.args[1])
     except Exception as error:  # of the package, on a function that runs
         return Verdict("crash", f"{type(error).__name__}: {str(error)[:300]}")
-
-
-class _Said(Exception):
-    """A verdict, and why."""
 
 
 def _judged(case: Case) -> Verdict:
@@ -321,8 +319,7 @@ def _with_attention(
     # What nothing scales has a statistic, too.
     own = {layer.path for layer in reading.attention}
     stats = jax.tree.map_with_path(
-        lambda at, x: x if _module(at) in own else None,
-        stats,
+        lambda at, x: x if _module(at) in own else None, stats
     )
     found, is_joint, missed = _matched(stats, rows)
     if missed and not refused:
@@ -350,10 +347,8 @@ def _shown_fault(case: Case, reading: Any, stats: Any) -> str:
     before, after = by_path(case.params), by_path(clipped)
     changed = {k for k in before if np.any(np.asarray(before[k]) != after[k])}
     described = mc.describe(case.params, model=reading, collapse=False)
-    for shown in (
-        _with_roles(described),
-        _with_scales(str(reading.table(collapse=False))),
-    ):
+    table = str(reading.table(collapse=False))
+    for shown in (_with_roles(described), _with_scales(table)):
         if shown != changed:
             return f"a table shows {shown}, but the clip changes {changed}"
     return ""

@@ -34,22 +34,19 @@ def cases() -> dict[str, Any]:
     """Functions with their params and further arguments, by name."""
     import jax
     import test_architectures
-    import test_library_models
     import test_read_attention
     from adversaries import CASES
+    from library_models import MODELS
 
     x, found = test_read_attention.X, {}
-    for name, case in CASES.items():
-        found[f"adversary {name}"] = case.fun, case.params, *case.args
+    for kind, models in (("adversary", CASES), ("library", MODELS)):
+        for name, case in models.items():
+            found[f"{kind} {name}"] = case.fun, case.params, *case.args
     for name, made in test_architectures.ARCHITECTURES.items():
-        params, inputs = test_architectures.arrays(made)
+        params, inputs = test_architectures.arrays(name)
         found[f"architecture {name}"] = made.loss, params, *inputs, None
     for name, fun in test_read_attention.WAYS.items():
         found[f"way {name}"] = fun, test_read_attention.PARAMS, x
-    for name, model in test_library_models.MODELS.items():
-        params = test_library_models.nested(model.values())
-        loss = test_library_models.loss_of(model)
-        found[f"library {name}"] = loss, params, *model.args
     return {k: tuple(jax.tree.map(_as_array, v)) for k, v in found.items()}
 
 
@@ -104,7 +101,8 @@ def _with_code(text: str) -> str:
     """The code of a line in place of its number, which edits above it change."""
 
     def code(match: re.Match[str]) -> str:
-        files = [TESTS / folder / match[1] for folder in ("reading", ".")]
+        folders = "reading/models", "reading", "."
+        files = [TESTS / folder / match[1] for folder in folders]
         found = [linecache.getline(str(x), int(match[2])).strip() for x in files]
         return f"`{next(filter(None, found), match[0])}`"
 

@@ -122,11 +122,8 @@ def test_a_head_is_clipped_by_what_query_and_key_make(name):
     assert differ(before, biased(added, mask))
     np.testing.assert_allclose(stats["max_logits"], before, rtol=1e-5)
     expected = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
-        (value, grads),
-        expected,
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, (value, grads), expected)
     reading = mc.read_model(loss, PARAMS, X)
     tau = float(np.median(before)) / 2
     clipped = mc.clip_qk(PARAMS, stats, tau, model=reading)
@@ -316,11 +313,16 @@ def test_a_mask_that_is_added_hides_its_pairs(number, dtype):
     np.testing.assert_allclose(alike, largest(PARAMS), rtol=1e-5)
 
 
+def row_of_the_bias(loss, params):
+    """Of the table that a reading prints."""
+    rows = str(mc.read_model(loss, params, X)).splitlines()
+    (row,) = [row for row in rows if "the bias" in row]
+    return row
+
+
 def test_the_table_names_the_bias():
     loss = attention(lambda p, s: s + table(p))
-    (row,) = [
-        x for x in str(mc.read_model(loss, PARAMS, X)).splitlines() if "the bias" in x
-    ]
+    row = row_of_the_bias(loss, PARAMS)
     line = test_the_table_names_the_bias.__code__.co_firstlineno + 1
     assert row.endswith(f"key k; the bias at test_biases.py:{line} stays: table")
 
@@ -333,8 +335,5 @@ def test_layers_name_their_own_biases():
             x = x + attention(lambda p, s: s + table(p))(layer, x)
         return jnp.sum(x)
 
-    params = {"layers": [PARAMS, PARAMS]}
-    (row,) = [
-        x for x in str(mc.read_model(loss, params, X)).splitlines() if "the bias" in x
-    ]
+    row = row_of_the_bias(loss, {"layers": [PARAMS, PARAMS]})
     assert row.startswith("layers/0-1") and row.endswith("stays: table")

@@ -34,9 +34,9 @@ def draw(seed):
     }
 
 
-def grouped(p):
-    """The same with two heads of keys."""
-    return {n: x[:, : 2 * DIM] for n, x in p.items()} | {"q": p["q"]}
+def grouped(p, key_heads=2):
+    """The same with fewer heads of keys."""
+    return {n: x[:, : key_heads * DIM] for n, x in p.items()} | {"q": p["q"]}
 
 
 def heads(p, x):
@@ -119,14 +119,9 @@ def _splash_of_jax(key_heads, is_segmented, has_batch):
     def loss(p, x):
         query, key, value = (y.swapaxes(1, 2) for y in heads(p, x))
         key, value = (y[:, 0] if key_heads == 1 else y for y in (key, value))
-        attend = jax.vmap(lambda *qkv: kernel(*qkv, **options))
         if not has_batch:
-            attend, query, key, value = (
-                lambda *x: kernel(*x),
-                query[0],
-                key[0],
-                value[0],
-            )
+            return jnp.sum(kernel(query[0], key[0], value[0]) ** 2)
+        attend = jax.vmap(lambda *qkv: kernel(*qkv, **options))
         return jnp.sum(attend(query, key, value) ** 2)
 
     return loss
@@ -137,9 +132,8 @@ def _splash_of_jax(key_heads, is_segmented, has_batch):
     [(H, False, True), (2, True, True), (1, False, True), (H, False, False)],
 )
 def test_splash_attention_of_jax_under_all_names(key_heads, is_segmented, has_batch):
-    params = {n: x[:, : key_heads * DIM] for n, x in PARAMS.items()}
-    params["q"] = PARAMS["q"]
-    layer = layer_of(_splash_of_jax(key_heads, is_segmented, has_batch), params)
+    loss = _splash_of_jax(key_heads, is_segmented, has_batch)
+    layer = layer_of(loss, grouped(PARAMS, key_heads))
     assert [leaf.path for leaf in layer.leaves] == ["q", "k"]
     assert (layer.query[0].heads, layer.key[0].heads) == (H, key_heads)
 
@@ -341,8 +335,9 @@ def _lengths():
     return np.array([5, 7], np.int32)
 
 
-BIAS = normal(5, 1, H, T, T, scale=100)
 SEEN = np.arange(T)[:, None] - np.arange(T)
+BIASED = {"bias": normal(5, 1, H, T, T, scale=100, dtype=jnp.bfloat16)}
+MASKED = {"mask": (SEEN > 1)[None, None]}
 CUDNN = {
     "plain": ({}, None),
     "causal": ({"is_causal": True}, SEEN >= 0),
@@ -350,17 +345,20 @@ CUDNN = {
         {"is_causal": True, "local_window_size": (3, 0)},
         (SEEN >= 0) & (SEEN <= 3),
     ),
-    "biased": ({"bias": jnp.asarray(BIAS, jnp.bfloat16)}, None),
-    "masked": ({"mask": (SEEN > 1)[None, None]}, SEEN > 1),
-    "biased and masked": (
-        {"bias": jnp.asarray(BIAS, jnp.bfloat16), "mask": (SEEN > 1)[None, None]},
-        SEEN > 1,
-    ),
+    "biased": (BIASED, None),
+    "masked": (MASKED, SEEN > 1),
+    "biased and masked": (BIASED | MASKED, SEEN > 1),
     "padded": (
         {"key_value_seq_lengths": _lengths()},
         np.arange(T)[None, None, None] < _lengths()[:, None, None, None],
     ),
 }
+
+
+def by_cudnn(p, x, **options):
+    halves = (y.astype(jnp.bfloat16) for y in heads(p, x))
+    out = jax.nn.dot_product_attention(*halves, implementation="cudnn", **options)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
 
 
 @pytest.mark.parametrize("key_heads", [H, 2])
@@ -369,14 +367,7 @@ CUDNN = {
 )
 def test_cudnn_by_its_equation(on_gpu, name, key_heads):
     options, mask = CUDNN[name]
-    params = {n: x[:, : key_heads * DIM] for n, x in PARAMS.items()}
-    params["q"] = PARAMS["q"]
-
-    def loss(p, x):
-        halves = (y.astype(jnp.bfloat16) for y in heads(p, x))
-        out = jax.nn.dot_product_attention(*halves, implementation="cudnn", **options)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
+    loss, params = functools.partial(by_cudnn, **options), grouped(PARAMS, key_heads)
     layer = layer_of(loss, params)
     assert [leaf.path for leaf in layer.leaves] == ["q", "k"]
     assert layer.key[0].heads == key_heads
@@ -387,13 +378,7 @@ def test_cudnn_by_its_equation(on_gpu, name, key_heads):
 
 def test_on_a_gpu_cudnn_itself_has_the_largest_logits(on_gpu):
     """A second call of its forward kernel, and no logits."""
-
-    def loss(p, x):
-        halves = (y.astype(jnp.bfloat16) for y in heads(p, x))
-        out = jax.nn.dot_product_attention(*halves, implementation="cudnn")
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    gradient = jax.value_and_grad(mc.record_attention(loss), has_aux=True)
+    gradient = jax.value_and_grad(mc.record_attention(by_cudnn), has_aux=True)
     lowered = jax.jit(gradient).trace(PARAMS, X).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count('@"__cudnn$fmhaSoftmax"') + text.count("fmhaSoftmax(") == 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few
+from helpers import few, is_numbers
 
 import muonclip_jax as mc
 
@@ -63,8 +63,12 @@ def kernels(key: Any, count: int, names: str = "qkv") -> dict[str, Any]:
     return {n: jax.random.normal(k, (count, D, D)) * scale for n, k in pairs}
 
 
+def picked(stack: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: x[i], stack)
+
+
 def rows(stack: Any, *which: int) -> list[Any]:
-    return [jax.tree.map(lambda x, i=i: x[i], stack) for i in which]
+    return [picked(stack, i) for i in which]
 
 
 def apart(key: Any, count: int = 3) -> dict[str, Any]:
@@ -75,6 +79,10 @@ def apart(key: Any, count: int = 3) -> dict[str, Any]:
 
 def stacked(layers: Any) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def concatenated(*stacks: Any) -> Any:
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
 
 
 def scanned(stack: Any, h: Any, one: Any = block, **how: Any) -> Any:
@@ -101,21 +109,23 @@ def reordered(change: Any) -> Any:
     return lambda p, h: scanned(jax.tree.map(change, p), h)
 
 
+def in_twos(stack: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), stack)
+
+
 def in_groups(stack: Any, h: Any) -> Any:
     """A scan over groups, in each a Python loop, as simply's."""
-    groups = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), stack)
 
-    def group(h: Any, p: Any) -> Any:
+    def group(p: Any, h: Any) -> Any:
         for i in range(2):
-            h = block(jax.tree.map(lambda x, i=i: x[i], p), h)
-        return h, None
+            h = block(picked(p, i), h)
+        return h
 
-    return jax.lax.scan(group, h, groups)[0]
+    return scanned(in_twos(stack), h, group)
 
 
 def nested(stack: Any, h: Any) -> Any:
-    groups = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), stack)
-    return jax.lax.scan(lambda h, p: (scanned(p, h), None), h, groups)[0]
+    return scanned(in_twos(stack), h, scanned)
 
 
 def by_group_and_place(stack: Any, h: Any) -> Any:
@@ -127,10 +137,15 @@ def by_group_and_place(stack: Any, h: Any) -> Any:
     return jax.lax.fori_loop(0, 2, step, h)
 
 
+def two_from(stack: Any, start: Callable[[], Any]) -> Any:
+    """Each leaf computes the start anew."""
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=2, axis=0)
+    return jax.tree.map(lambda x: cut(x, start()), stack)
+
+
 def cut_in_groups(stack: Any, h: Any) -> Any:
     def step(i: Any, h: Any) -> Any:
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=2, axis=0)
-        return scanned(jax.tree.map(lambda x: cut(x, 2 * i), stack), h)
+        return scanned(two_from(stack, lambda: 2 * i), h)
 
     return jax.lax.fori_loop(0, 2, step, h)
 
@@ -140,28 +155,26 @@ def carried(stack: Any, h: Any) -> Any:
 
     def step(carry: Any, _: Any) -> Any:
         i, h = carry
-        h = block(jax.tree.map(lambda x: x[i], stack), h)
-        return ((i + 2) % 3, h), None
+        return ((i + 2) % 3, block(picked(stack, i), h)), None
 
     return jax.lax.scan(step, (jnp.int32(0), h), None, length=3)[0][1]
 
 
-def by_index(index: Any, count: int = 3) -> Any:
+def by_index(index: Any) -> Any:
+    """Each leaf computes the index anew."""
+
     def run(stack: Any, h: Any) -> Any:
         def step(i: Any, h: Any) -> Any:
             return block(jax.tree.map(lambda x: x[index(i)], stack), h)
 
-        return jax.lax.fori_loop(0, count, step, h)
+        return jax.lax.fori_loop(0, 3, step, h)
 
     return run
 
 
 def by_constants(order: list[int]) -> Any:
     def run(stack: Any, h: Any) -> Any:
-        def step(h: Any, i: Any) -> Any:
-            return block(jax.tree.map(lambda x: x[i], stack), h), None
-
-        return jax.lax.scan(step, h, jnp.array(order))[0]
+        return scanned(jnp.array(order), h, lambda i, h: block(picked(stack, i), h))
 
     return run
 
@@ -182,32 +195,22 @@ def by_case(layers: list[Any], h: Any) -> Any:
 
 
 def by_branch(layers: list[Any], h: Any) -> Any:
-    def step(h: Any, i: Any) -> Any:
-        branches = [functools.partial(block, p) for p in layers]
-        return jax.lax.switch(i, branches, h), None
-
-    return jax.lax.scan(step, h, jnp.arange(len(layers)))[0]
-
-
-def two_halves(stack: Any, h: Any) -> Any:
-    for part in (slice(0, 2), slice(2, 4)):
-        h = scanned(jax.tree.map(lambda x, part=part: x[part], stack), h)
-    return h
+    branches = [functools.partial(block, p) for p in layers]
+    numbers = jnp.arange(len(layers))
+    return scanned(numbers, h, lambda i, h: jax.lax.switch(i, branches, h))
 
 
 def two_stacks(run: Any, *order: int) -> Way:
     def params(key: Any) -> Any:
         whole = kernels(key, 3)
-        halves = {"first": slice(0, 2), "last": slice(2, 3)}
-        return {n: {k: x[s] for k, x in whole.items()} for n, s in halves.items()}
+        return {"first": picked(whole, slice(0, 2)), "last": picked(whole, slice(2, 3))}
 
     def layers(p: Any) -> list[Any]:
         found = rows(p["first"], 0, 1) + rows(p["last"], 0)
         return [found[i] for i in order]
 
     def joined(p: Any, h: Any) -> Any:
-        both = p["first"], p["last"]
-        return run(jax.tree.map(lambda *x: jnp.concatenate(x), *both), h)
+        return run(concatenated(p["first"], p["last"]), h)
 
     return Way(params, layers, joined, block)
 
@@ -217,16 +220,15 @@ def dense_then_experts() -> Way:
 
     def params(key: Any) -> Any:
         stack, wide = kernels(key, 4), jax.random.normal(key, (D, D)) * 0.1
-        dense = {"attention": {k: x[:2] for k, x in stack.items()}, "mlp": wide}
-        experts = {"attention": {k: x[2:] for k, x in stack.items()}, "up": wide}
+        dense = {"attention": picked(stack, slice(2)), "mlp": wide}
+        experts = {"attention": picked(stack, slice(2, 4)), "up": wide}
         return {"dense": dense, "moe": experts}
 
     def layers(p: Any) -> list[Any]:
         return [x for part in p.values() for x in rows(part["attention"], 0, 1)]
 
     def run(p: Any, h: Any) -> Any:
-        parts = [part["attention"] for part in p.values()]
-        return scanned(jax.tree.map(lambda *x: jnp.concatenate(x), *parts), h)
+        return scanned(concatenated(*(part["attention"] for part in p.values())), h)
 
     return Way(params, layers, run, block)
 
@@ -248,10 +250,10 @@ def with_biases(p: Any, key: Any) -> Any:
 
 
 def with_gains(p: Any, key: Any) -> Any:
-    made = {
-        f"{n}_gain": 1.5 + p[n].mean(-2).reshape(*p[n].shape[:-2], H, N) for n in "qk"
+    means = {n: p[n].mean(-2) for n in "qk"}
+    return p | {
+        f"{n}_gain": 1.5 + x.reshape(*x.shape[:-1], H, N) for n, x in means.items()
     }
-    return p | made
 
 
 def with_one_key(p: Any, key: Any) -> Any:
@@ -263,9 +265,8 @@ def sharing(run: Any) -> Way:
 
     def params(key: Any) -> Any:
         p = apart(key)
-        return {"k": p["block_00"]["k"]} | {
-            name: {n: x[n] for n in "qv"} for name, x in p.items()
-        }
+        of_each = {name: {n: x[n] for n in "qv"} for name, x in p.items()}
+        return {"k": p["block_00"]["k"]} | of_each
 
     def layers(p: Any) -> list[Any]:
         return [x | {"k": p["k"]} for name, x in p.items() if name != "k"]
@@ -276,25 +277,17 @@ def sharing(run: Any) -> Way:
     return Way(params, layers, together, block)
 
 
-def scan_with_key(layers: list[Any], k: Any, h: Any) -> Any:
-    return scanned(stacked(layers), h, lambda p, h: block(p | {"k": k}, h))
-
-
 def in_patterns(layers: list[Any], h: Any) -> Any:
     """As simply does: places of a pattern are stacked over its repetitions."""
     places = [stacked(layers[i::2]) for i in range(2)]
 
     @jax.checkpoint
-    def pattern(h: Any, p: list[Any]) -> tuple[Any, None]:
+    def pattern(p: list[Any], h: Any) -> Any:
         for place in p:
             h = block(place, h)
-        return h, None
+        return h
 
-    return jax.lax.scan(pattern, h, places)[0]
-
-
-def mapped_with_key(layers: list[Any], k: Any, h: Any) -> Any:
-    return jax.vmap(lambda p: block(p | {"k": k}, h))(stacked(layers)).sum(0)
+    return scanned(places, h, pattern)
 
 
 def with_keys_reversed() -> Way:
@@ -346,67 +339,45 @@ def with_other_leaves(split: Any, whole: Any) -> Way:
     return Way(params, layers, run, block)
 
 
-def fused(x: Any) -> Any:
-    return {"qkv": jnp.concatenate([x[n] for n in "qkv"], -1)}
+def put_in(put: Any) -> Way:
+    """Layers are put into zeros, one after the other."""
+
+    def joined(*layers: Any) -> Any:
+        found = jnp.zeros((len(layers), *layers[0].shape))
+        for i, x in enumerate(layers):
+            found = put(found, x, i)
+        return found
+
+    return of_leaves(lambda x, h: scanned(jax.tree.map(joined, *x), h))
 
 
-def unfused(x: Any) -> Any:
-    return dict(zip("qkv", jnp.split(x["qkv"], 3, -1), strict=True))
+def by_concatenation(layers: list[Any], h: Any) -> Any:
+    return scanned(
+        concatenated(*(jax.tree.map(lambda x: x[None], x) for x in layers)), h
+    )
 
 
-def by_heads(x: Any) -> Any:
-    return x | {"q": x["q"][:, :N], "other": x["q"][:, N:]}
-
-
-def joined_heads(x: Any) -> Any:
-    return x | {"q": jnp.concatenate([x["q"], x["other"]], -1)}
-
-
-def adapted(x: Any) -> Any:
-    return x | {"a": x["q"][:, :2] * 0.3, "b": x["k"][:2] * 0.5}
-
-
-def unadapted(x: Any) -> Any:
-    return x | {"q": x["q"] + x["a"] @ x["b"]}
-
-
-def by_map(layers: list[Any], h: Any) -> Any:
-    return jax.lax.map(lambda p: block(p, h), stacked(layers)).sum(0)
-
-
-def mapped(layers: list[Any], h: Any) -> Any:
-    """Branches side by side, by vmap over layers that are put together."""
-    return jax.vmap(lambda p: block(p, h))(stacked(layers)).sum(0)
-
-
-one_by_one = jax.checkpoint(block)
+STACK = of_leaves(lambda x, h: scanned(stacked(x), h))
+FLIPPED = of_stack(reordered(lambda x: x[::-1]), [2, 1, 0])
+ORDER = [1, 2, 0]
 
 WAYS: dict[str, Way] = {
-    "stack": of_leaves(lambda x, h: scanned(stacked(x), h)),
+    "stack": STACK,
     "many": of_leaves(lambda x, h: scanned(stacked(x), h), 15),
-    "concatenate": of_leaves(
-        lambda x, h: scanned(
-            jax.tree.map(lambda *y: jnp.concatenate([z[None] for z in y]), *x), h
-        )
-    ),
-    "set": of_leaves(
-        lambda x, h: scanned(
-            jax.tree.map(lambda *y: _set(y), *x),
-            h,
-        )
-    ),
-    "updated": of_leaves(
-        lambda x, h: scanned(jax.tree.map(lambda *y: _updated(y), *x), h)
+    "concatenate": of_leaves(by_concatenation),
+    "set": put_in(lambda found, x, i: found.at[i].set(x)),
+    "updated": put_in(
+        lambda found, x, i: jax.lax.dynamic_update_index_in_dim(found, x, i, 0)
     ),
     "reversed leaves": of_leaves(
         lambda x, h: scanned(stacked(x[::-1]), h, reverse=True)
     ),
     "unroll": of_leaves(lambda x, h: scanned(stacked(x), h, unroll=2)),
-    "remat": of_leaves(lambda x, h: scanned(stacked(x), h, one_by_one)),
+    "remat": of_leaves(lambda x, h: scanned(stacked(x), h, jax.checkpoint(block))),
     "map": of_leaves(
         lambda x, h: jax.lax.map(lambda p: block(p, h), stacked(x)).sum(0)
     ),
-    "vmap": of_leaves(mapped),
+    "vmap": of_leaves(lambda x, h: jax.vmap(lambda p: block(p, h))(stacked(x)).sum(0)),
     "case": of_leaves(by_case),
     "branch": of_leaves(by_branch),
     "groups": of_leaves(lambda x, h: in_groups(stacked(x), h), 4),
@@ -417,56 +388,55 @@ WAYS: dict[str, Way] = {
         lambda p, h: scanned(p, h, reverse=True), 2, 1, 0
     ),
     "dense then experts": dense_then_experts(),
-    "flipped": of_stack(reordered(lambda x: x[::-1]), [2, 1, 0]),
+    "flipped": FLIPPED,
     "rolled": of_stack(reordered(lambda x: jnp.roll(x, 1, 0)), [2, 0, 1]),
-    "permuted": of_stack(reordered(lambda x: x[jnp.array([1, 2, 0])]), [1, 2, 0]),
+    "permuted": of_stack(reordered(lambda x: x[jnp.array(ORDER)]), ORDER),
     "taken": of_stack(
-        reordered(lambda x: jnp.take(x, jnp.array([1, 2, 0]), axis=0)), [1, 2, 0]
+        reordered(lambda x: jnp.take(x, jnp.array(ORDER), axis=0)), ORDER
     ),
     "stored stack in groups": of_stack(in_groups, [0, 1, 2, 3], 4),
     "stored stack in nested scans": of_stack(nested, [0, 1, 2, 3], 4),
     "group and place": of_stack(by_group_and_place, [0, 1, 2, 3], 4),
     "cut in groups": of_stack(cut_in_groups, [0, 1, 2, 3], 4),
-    "two halves": of_stack(two_halves, [0, 1, 2, 3], 4),
+    "two halves": of_stack(
+        lambda p, h: scanned(picked(p, slice(2, 4)), scanned(picked(p, slice(2)), h)),
+        [0, 1, 2, 3],
+        4,
+    ),
     "index": of_stack(by_index(lambda i: i), [0, 1, 2]),
     "index from the end": of_stack(by_index(lambda i: 2 - i), [2, 1, 0]),
     "index modulo": of_stack(by_index(lambda i: (2 * i + 1) % 3), [1, 0, 2]),
     "index that is carried": of_stack(carried, [0, 2, 1]),
     "index by constants": of_stack(by_constants([1, 0, 2]), [1, 0, 2]),
-    "shared key": sharing(scan_with_key),
-    "shared key under vmap": sharing(mapped_with_key),
+    "shared key": sharing(
+        lambda x, k, h: scanned(stacked(x), h, lambda p, h: block(p | {"k": k}, h))
+    ),
+    "shared key under vmap": sharing(
+        lambda x, k, h: jax.vmap(lambda p: block(p | {"k": k}, h))(stacked(x)).sum(0)
+    ),
     "patterns": of_leaves(in_patterns, 4),
     "keys reversed": with_keys_reversed(),
     "keys of groups": keys_of_groups(keys_by_index),
     "keys repeated": keys_of_groups(
         lambda p, h: scanned(p | {"k": jnp.repeat(p["k"], 2, 0)}, h)
     ),
-    "fused": with_other_leaves(fused, unfused),
-    "heads of two kernels": with_other_leaves(by_heads, joined_heads),
-    "adapters": with_other_leaves(adapted, unadapted),
-    "biases": changed(of_leaves(lambda x, h: scanned(stacked(x), h)), with_biases),
-    "gains": changed(of_leaves(lambda x, h: scanned(stacked(x), h)), with_gains),
-    "gains of flipped": changed(
-        of_stack(reordered(lambda x: x[::-1]), [2, 1, 0]), with_gains
+    "fused": with_other_leaves(
+        lambda x: {"qkv": jnp.concatenate([x[n] for n in "qkv"], -1)},
+        lambda x: dict(zip("qkv", jnp.split(x["qkv"], 3, -1), strict=True)),
     ),
-    "grouped queries": changed(
-        of_leaves(lambda x, h: scanned(stacked(x), h)), with_one_key
+    "heads of two kernels": with_other_leaves(
+        lambda x: x | {"q": x["q"][:, :N], "other": x["q"][:, N:]},
+        lambda x: x | {"q": jnp.concatenate([x["q"], x["other"]], -1)},
     ),
+    "adapters": with_other_leaves(
+        lambda x: x | {"a": x["q"][:, :2] * 0.3, "b": x["k"][:2] * 0.5},
+        lambda x: x | {"q": x["q"] + x["a"] @ x["b"]},
+    ),
+    "biases": changed(STACK, with_biases),
+    "gains": changed(STACK, with_gains),
+    "gains of flipped": changed(FLIPPED, with_gains),
+    "grouped queries": changed(STACK, with_one_key),
 }
-
-
-def _set(layers: Any) -> Any:
-    found = jnp.zeros((len(layers), *layers[0].shape))
-    for i, x in enumerate(layers):
-        found = found.at[i].set(x)
-    return found
-
-
-def _updated(layers: Any) -> Any:
-    found = jnp.zeros((len(layers), *layers[0].shape))
-    for i, x in enumerate(layers):
-        found = jax.lax.dynamic_update_index_in_dim(found, x, i, 0)
-    return found
 
 
 def largest(way: Way, params: Any, inputs: list[Any]) -> np.ndarray:
@@ -512,31 +482,27 @@ def test_each_layer_and_head_has_its_number_and_its_clip(name: str):
     assert under.any() and not under.all()
 
 
-def test_labels_and_axes_are_those_of_the_layers():
+def read(name: str) -> mc.ModelReading:
+    params = jax.eval_shape(WAYS[name].params, jax.random.key(0))
     x = jnp.ones((B, T, D))
+    return mc.read_model(lambda p, x: WAYS[name].run(p, x).mean(), params, x)
+
+
+def test_labels_and_axes_are_those_of_the_layers():
     for name, axes in {
         "stack": (0, 1),
         "vmap": (0, 1),
         "joined stacks": (1, 2),
     }.items():
-        way = WAYS[name]
-        params = jax.eval_shape(way.params, jax.random.key(0))
-        reading = mc.read_model(lambda p, x, run=way.run: run(p, x).mean(), params, x)
+        reading = read(name)
         assert {*jax.tree.leaves(reading.labels)} == {"matrix"}
-        numbers = jax.tree.leaves(
-            reading.dimension_numbers, is_leaf=lambda x: hasattr(x, "output_axis")
-        )
+        numbers = jax.tree.leaves(reading.dimension_numbers, is_leaf=is_numbers)
         assert {(x.reduction_axis, x.output_axis) for x in numbers} == {axes}
 
 
 def test_each_layer_has_a_path_that_says_which_it_is():
-    x = jnp.ones((B, T, D))
-
     def paths(name: str) -> list[str]:
-        way = WAYS[name]
-        params = jax.eval_shape(way.params, jax.random.key(0))
-        reading = mc.read_model(lambda p, x: way.run(p, x).mean(), params, x)
-        return sorted(layer.path for layer in reading.attention)
+        return sorted(layer.path for layer in read(name).attention)
 
     assert paths("groups") == [f"block_0{i}" for i in range(4)]
     assert paths("joined stacks") == ["first", "last"]
@@ -559,27 +525,25 @@ def test_layers_that_cannot_be_told_apart_are_refused():
     stack, x = kernels(jax.random.key(0), 3), jnp.ones((B, T, D))
 
     def in_an_unknown_order(p: Any, x: Any) -> Any:
-        order = jnp.argsort(x[0, :3, 0])
-        return scanned({n: kernel[order] for n, kernel in p.items()}, x).sum()
+        return scanned(picked(p, jnp.argsort(x[0, :3, 0])), x).sum()
 
     def unknown_groups(p: Any, x: Any) -> Any:
         def step(i: Any, h: Any) -> Any:
             start = (x[0, 0, 0] > i).astype(int)
-            cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=2, axis=0)
-            return scanned({n: cut(kernel, start) for n, kernel in p.items()}, h)
+            return scanned(two_from(p, lambda: start), h)
 
         return jax.lax.fori_loop(0, 2, step, x).sum()
 
     def until(p: Any, x: Any) -> Any:
         def step(state: Any) -> Any:
             i, h = state
-            return i + 1, block({n: kernel[i] for n, kernel in p.items()}, h)
+            return i + 1, block(picked(p, i), h)
 
         return jax.lax.while_loop(lambda s: s[1].max() > 0, step, (0, x))[1].sum()
 
+    of_an_index = "an index that is not a loop counter picks a layer of 'q'"
     for loss, why in {
-        in_an_unknown_order: "an index that is not a loop counter picks a layer of 'q'",
-        unknown_groups: "an index that is not a loop counter picks a layer of 'q'",
+        **dict.fromkeys([in_an_unknown_order, unknown_groups], of_an_index),
         until: "jax.lax.while_loop goes through layers, and how often is not known",
     }.items():
         reading = mc.read_model(loss, stack, x)
@@ -620,5 +584,5 @@ def test_blocks_of_nnx_that_are_stacked_when_they_run():
     _, expected = mc.record_attention(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
     assert [*stats] == [*expected] == ["block0", "block1", "block2"]
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), stats, expected
+        functools.partial(np.testing.assert_allclose, rtol=1e-5), stats, expected
     )

@@ -26,18 +26,19 @@ PARAMS = {
 TOKENS = np.random.default_rng(7).integers(0, WORDS, (2, LENGTH))
 
 
-def attention_logits(params, x):
-    def heads(kernel):
-        return (x @ kernel).reshape(*x.shape[:-1], HEADS, SIZE)
+def heads(kernel, x):
+    return (x @ kernel).reshape(*x.shape[:-1], HEADS, SIZE)
 
-    query, key = heads(params["b"]["u"]), heads(params["b"]["v"])
+
+def attention_logits(params, x):
+    query, key = heads(params["b"]["u"], x), heads(params["b"]["v"], x)
     return jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(SIZE)
 
 
 def loss(params, tokens):
     x = params["a"][tokens] * params["e"]
     weights = jax.nn.softmax(attention_logits(params, x))
-    value = (x @ params["c"]["u"]).reshape(*x.shape[:-1], HEADS, SIZE)
+    value = heads(params["c"]["u"], x)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*x.shape[:-1], -1)
     logits = (x + mixed @ params["c"]["v"]) @ params["d"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
@@ -110,17 +111,13 @@ def test_other_params_are_refused():
 
 
 TAKE_A_MODEL = {
-    "muon": lambda params, r: mc.muon(1e-2, model=r).init(params),
-    "muon, heads whole": lambda params, r: mc.muon(1e-2, model=r, per_head=False).init(
-        params
-    ),
+    "muon": lambda p, r: mc.muon(1e-2, model=r).init(p),
+    "muon, heads whole": lambda p, r: mc.muon(1e-2, model=r, per_head=False).init(p),
     "muonclip": lambda params, r: mc.muonclip(1e-2, model=r).init(params),
     "scale_by_muon": lambda params, r: mc.scale_by_muon(model=r).init(params),
     "qk_clip": lambda params, r: mc.qk_clip(model=r).init(params),
     "clip_qk": lambda params, r: mc.clip_qk(params, STATS, TAU, model=r),
-    "multi_steps": lambda params, r: mc.multi_steps(
-        mc.qk_clip(model=r), 2, model=r
-    ).init(params),
+    "multi_steps": lambda p, r: mc.multi_steps(mc.qk_clip(model=r), 2, model=r).init(p),
     "scalars": lambda params, r: mc.scalars(
         mc.muonclip(1e-2, model=reading()).init(PARAMS), params, model=r
     ),
@@ -169,14 +166,11 @@ def test_a_part_of_what_was_read_and_blocks_of_it_are_served():
 def normed(params, tokens):
     """Query and key are normalized, without a gain: no parameter scales the logits."""
     x = params["a"][tokens] * params["e"]
-
-    def heads(kernel):
-        y = (x @ kernel).reshape(*x.shape[:-1], HEADS, SIZE)
-        return y / jnp.linalg.norm(y, axis=-1, keepdims=True)
-
-    query, key = heads(params["b"]["u"]), heads(params["b"]["v"])
+    kernels = (params["b"]["u"], params["b"]["v"], params["c"]["u"])
+    made = (heads(kernel, x) for kernel in kernels)
+    query, key, value = (y / jnp.linalg.norm(y, axis=-1, keepdims=True) for y in made)
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
-    return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", weights, heads(params["c"]["u"])))
+    return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", weights, value))
 
 
 def test_logits_that_nothing_scales_are_refused_by_file_and_line():

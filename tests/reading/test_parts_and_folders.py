@@ -15,7 +15,6 @@ from helpers import few
 from library_models import MODELS
 from optax.contrib import MuonDimensionNumbers
 from test_architectures import read, shapes
-from test_library_models import loss_of, nested
 
 import muonclip_jax as mc
 
@@ -53,8 +52,8 @@ def check(params, reading, every, per_head):
 @pytest.mark.parametrize("name", few(list(MODELS), "actor_critic"))
 def test_masks_change_nothing_in_library_models(name):
     model = MODELS[name]
-    params = nested(model.values())
-    reading = mc.read_model(loss_of(model), params, *model.args)
+    params = model.params
+    reading = mc.read_model(model.fun, params, *model.args)
     for every, per_head in itertools.product(range(3), (None, False)):
         check(params, reading, every, per_head)
 
@@ -68,22 +67,20 @@ def test_masks_change_nothing_in_architectures(name):
 
 def test_names_of_what_is_not_read_are_asked_about_the_whole_tree():
     """The norm shows that layers are stacked, and a mask hides it."""
-    layers = {"up": {"kernel": (5, 8, 12)}, "norm": {"scale": (5, 8)}}
-    params = jax.tree.map(
-        jnp.ones,
-        {"layers": layers, "w": (8, 8), "out": (8, 3)},
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    layers = {
+        "up": {"kernel": jnp.ones((5, 8, 12))},
+        "norm": {"scale": jnp.ones((5, 8))},
+    }
+    params = {"layers": layers, "w": jnp.ones((8, 8)), "out": jnp.ones((8, 3))}
     reading = mc.read_model(
         lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"]), params, jnp.ones((2, 8))
     )
     assert reading.unknown == ("layers/norm/scale", "layers/up/kernel")
-    path = "layers/up/kernel"
     part = jax.tree.map(lambda x: x, params)
     part["layers"]["norm"]["scale"] = optax.MaskedNode()
-    expected = ["5 x 8 x 12", "muon"]
     for tree in (params, part):
-        assert rows_of(tree, model=reading)[path] == expected
+        rows = rows_of(tree, model=reading)
+        assert rows["layers/up/kernel"] == ["5 x 8 x 12", "muon"]
 
 
 def forward(p, x):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from variants import B, cut, D, DIM, FLAT, H, normed, T
+from variants import attend, B, cut, D, DIM, FLAT, H, logits, normed, T
 
 import muonclip_jax as mc
 
@@ -13,16 +13,11 @@ import muonclip_jax as mc
 X = normal(9, B, T, D)
 
 
-def _attend(logits, value):
-    return jnp.einsum("bhqk,bkd->bqhd", jax.nn.softmax(logits), value)
-
-
 def _flat(p, x):
     return cut(x @ p["q"]), cut(x @ p["k"])
 
 
-def _logits(p, x):
-    query, key = _flat(p, x)
+def _product(query, key):
     return jnp.einsum("bqhd,bkhd->bhqk", query, key)
 
 
@@ -33,8 +28,8 @@ def _masked(p, x):
     mask = jnp.tril(jnp.ones((T, T), bool))
     slopes = 2.0 ** -jnp.arange(1, H + 1)  # ALiBi
     distance = jnp.arange(T)[:, None] - jnp.arange(T)
-    logits = _logits(p, x) / DIM**0.5 - slopes[:, None, None] * distance
-    return _attend(jnp.where(mask, logits, -1e9), x @ p["v"])
+    biased = logits(p, x) / DIM**0.5 - slopes[:, None, None] * distance
+    return attend(jnp.where(mask, biased, -1e9), x @ p["v"])
 
 
 def _in_two_blocks(p, x):
@@ -66,19 +61,15 @@ def _stock(p, x):
 def _in_a_branch(p, x):
     return jax.lax.cond(
         x.sum() > 0,
-        lambda x: _attend(_logits(p, x), x @ p["v"]),
-        lambda x: 2 * _out(x),
+        lambda x: attend(logits(p, x), x @ p["v"]),
+        lambda x: 2 * jnp.broadcast_to(x[:, :, None], (B, T, H, D)),
         x,
     )
 
 
-def _out(x):
-    return jnp.broadcast_to(x[:, :, None], (B, T, H, D))
-
-
 def _of_data(p, x):
     """The value depends on no parameter."""
-    return _attend(_logits(p, x), x)
+    return attend(logits(p, x), x)
 
 
 WAYS = {
@@ -102,7 +93,7 @@ def test_the_same_leaves_however_attention_is_computed(way):
 def _without_gains(p, x):
     query, key = map(normed, _flat(p, x))
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    return _attend(logits, x @ p["v"])
+    return attend(logits, x @ p["v"])
 
 
 def test_logits_that_no_parameter_scales_are_said_with_their_line():
@@ -117,18 +108,18 @@ def test_logits_that_no_parameter_scales_are_said_with_their_line():
 
 def _normed_key(p, x):
     query, key = _flat(p, x)
-    return jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+    return _product(query, normed(key))
 
 
 def _normed_query(p, x):
     query, key = _flat(p, x)
-    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), key)
+    return _product(normed(query), key)
 
 
 def _query_of_tokens(p, x):
     """Learned queries, without a kernel of theirs."""
     tokens = p["tokens"][None].repeat(B, 0)
-    return jnp.einsum("bqhd,bkhd->bhqk", cut(tokens), normed(cut(x @ p["k"])))
+    return _product(cut(tokens), normed(cut(x @ p["k"])))
 
 
 def _absorbed(p, x):
@@ -140,7 +131,7 @@ def _absorbed(p, x):
 def _shared_gain(p, x):
     """The key has a gain that all heads share, and the query none."""
     query, key = _flat(p, x)
-    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), normed(key) * p["gain"])
+    return _product(normed(query), normed(key) * p["gain"])
 
 
 ONE_SIDED = {
@@ -152,29 +143,28 @@ ONE_SIDED = {
 }
 
 
-def _checked_by_clipping(logits, params, alpha=0.3, **bound):
-    """Every head at the threshold at most, by the reading and recording alone."""
+def _checked_by_clipping(logits, shapes):
+    """The largest logits before a clip and after it, by what is read and recorded."""
 
     def loss(p, x):
-        return jnp.sum(_attend(logits(p, x), x @ p["v"]) ** 2)
+        return jnp.sum(attend(logits(p, x), x @ p["v"]) ** 2)
 
-    params = {**params, "v": PARAMS["v"]}
+    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
+    params["v"] = PARAMS["v"]
     reading = mc.read_model(loss, params, X)
     _, stats = mc.record_attention(loss)(params, X)
     before = np.asarray(logits(params, X).max((0, 2, 3)))
     (recorded,) = jax.tree.leaves(stats)
     np.testing.assert_allclose(recorded, before, rtol=1e-5)
     threshold = float(np.sort(before)[1])
-    clipped = mc.clip_qk(params, stats, threshold, alpha=alpha, model=reading)
+    clipped = mc.clip_qk(params, stats, threshold, alpha=0.3, model=reading)
     after = np.asarray(logits(clipped, X).max((0, 2, 3)))
-    return before, after, threshold, clipped
+    return before, after, threshold, (reading, clipped)
 
 
 @pytest.mark.parametrize("logits", ONE_SIDED)
 def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
-    shapes = ONE_SIDED[logits]
-    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
-    before, after, threshold, _ = _checked_by_clipping(logits, params)
+    before, after, threshold, _ = _checked_by_clipping(logits, ONE_SIDED[logits])
     expected = np.minimum(before, threshold)
     if logits is _shared_gain:  # all heads go with the largest
         expected = before * threshold / before.max()
@@ -184,18 +174,13 @@ def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
 def test_a_query_whose_gain_all_heads_share_stays_a_query():
     def logits(p, x):
         query, key = _flat(p, x)
-        return jnp.einsum("bqhd,bkhd->bhqk", normed(query) * p["gain"], key)
+        return _product(normed(query) * p["gain"], key)
 
     shapes = {"q": FLAT, "k": FLAT, "gain": (DIM,)}
-    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
-    before, after, threshold, clipped = _checked_by_clipping(logits, params)
+    before, after, threshold, made = _checked_by_clipping(logits, shapes)
     np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-4)
-    np.testing.assert_array_equal(clipped["gain"], params["gain"])
-
-    def loss(p, x):
-        return jnp.sum(_attend(logits(p, x), x @ p["v"]) ** 2)
-
-    reading = mc.read_model(loss, {**params, "v": PARAMS["v"]}, X)
+    reading, clipped = made
+    np.testing.assert_array_equal(clipped["gain"], normal(2, DIM))
     (layer,) = reading.attention
     assert [leaf.path for leaf in layer.query] == ["gain"]
     assert [leaf.path for leaf in layer.key] == ["k"]
@@ -205,7 +190,7 @@ def test_a_query_whose_gain_all_heads_share_stays_a_query():
 def test_data_that_is_added_to_both_sides_is_refused_with_the_reason():
     def loss(p, bias, x):
         query, key = (cut(x @ p[name] + bias) for name in "qk")
-        return _attend(jnp.einsum("bqhd,bkhd->bhqk", query, key), x @ p["v"])
+        return attend(_product(query, key), x @ p["v"])
 
     (refused,) = mc.read_model(loss, PARAMS, jnp.zeros(H * DIM), X).refused
     assert "data or constants are added" in refused
@@ -214,8 +199,7 @@ def test_data_that_is_added_to_both_sides_is_refused_with_the_reason():
 def test_a_normed_query_whose_key_is_shared_is_refused_with_the_reason():
     def loss(p, x):
         query, key = normed(cut(x @ p["q"])), cut(x @ p["k"], 2)
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, 2, 2))
-        return _attend(logits, x @ p["v"])
+        return attend(_product(query, jnp.repeat(key, 2, 2)), x @ p["v"])
 
     params = {**PARAMS, "k": normal(1, D, 2 * DIM)}
     reading = mc.read_model(loss, params, X)
@@ -230,7 +214,7 @@ def test_two_layers_in_one_module_go_by_the_paths_of_their_leaves():
     def loss(params, x):
         for i in range(2):
             p = {name: params[f"{name}{i}"] for name in "qkv"}
-            x = normed(x + _attend(_logits(p, x), x @ p["v"]).mean(2))
+            x = normed(x + attend(logits(p, x), x @ p["v"]).mean(2))
         return x.sum()
 
     layers = mc.read_model(loss, params, X).attention
@@ -243,11 +227,9 @@ def test_two_layers_in_one_module_go_by_the_paths_of_their_leaves():
 
 def _loss_with_its_own_maximum(softmax):
     def loss(params, x):
-        query, key = (cut(x @ params[name]) for name in "qk")
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-        weights = softmax(logits)
-        out = jnp.einsum("bhqk,bkhd->bqhd", weights, cut(x @ params["v"]))
-        return (out**2).sum(), jnp.max(logits, (0, 2, 3))
+        seen = logits(params, x)
+        out = jnp.einsum("bhqk,bkhd->bqhd", softmax(seen), cut(x @ params["v"]))
+        return (out**2).sum(), jnp.max(seen, (0, 2, 3))
 
     return loss
 
@@ -262,16 +244,13 @@ def test_turned_logits_are_those_of_the_softmax():
     """Its maximum may be formed before a transpose, and its sum after it."""
 
     def softmax(logits):
-        largest = logits.max(-1)
-        turned = jnp.exp(
-            logits.transpose(2, 0, 1, 3) - largest.transpose(2, 0, 1)[..., None]
-        )
+        largest = logits.max(-1).transpose(2, 0, 1)
+        turned = jnp.exp(logits.transpose(2, 0, 1, 3) - largest[..., None])
         weights = turned / turned.sum(-1, keepdims=True)
         return weights.transpose(1, 2, 0, 3)
 
-    (_, own), stats = mc.record_attention(_loss_with_its_own_maximum(softmax))(
-        PARAMS, X
-    )
+    loss = _loss_with_its_own_maximum(softmax)
+    (_, own), stats = mc.record_attention(loss)(PARAMS, X)
     np.testing.assert_allclose(stats["max_logits"], own, rtol=1e-6)
 
 

@@ -20,7 +20,7 @@ from helpers import (
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_read_attention import WAYS
-from variants import B, cut, D, DIM, FLAT, H, normed, T
+from variants import attend, B, cut, D, DIM, FLAT, H, logits, mixed, normed, T
 
 import muonclip_jax as mc
 
@@ -188,32 +188,23 @@ def test_largest_logits_below_zero(fun):
     np.testing.assert_allclose(_leaf(stats), expected, rtol=1e-5)
 
 
-def _mapped_over_heads(attend, *heads):
-    return jax.lax.map(lambda x: attend(*x), heads)
+OVER_HEADS = {
+    "mapped": jax.lax.map,
+    "scanned": lambda fun, heads: jax.lax.scan(lambda c, x: (c, fun(x)), 0, heads)[1],
+    "vmapped": lambda fun, heads: jax.vmap(fun)(heads),
+}
 
 
-def _scanned_over_heads(attend, *heads):
-    return jax.lax.scan(lambda carry, x: (carry, attend(*x)), 0, heads)[1]
-
-
-def _vmapped_over_heads(attend, *heads):
-    return jax.vmap(attend)(*heads)
-
-
-@pytest.mark.parametrize(
-    "run",
-    few(
-        [_mapped_over_heads, _scanned_over_heads, _vmapped_over_heads],
-        _mapped_over_heads,
-    ),
-)
-def test_heads_one_by_one_have_a_maximum_each(run):
-    def attend(query, key):
-        return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key))
+@pytest.mark.parametrize("name", few(OVER_HEADS, "mapped"))
+def test_heads_one_by_one_have_a_maximum_each(name):
+    def weights(heads):
+        return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", *heads))
 
     def fun(p, x):
-        heads = (jnp.moveaxis(cut(x @ p[name]), 2, 0) for name in "qk")
-        return jnp.einsum("hbqk,bkd->bqhd", run(attend, *heads), x @ p["v"])
+        heads = tuple(jnp.moveaxis(cut(x @ p[name]), 2, 0) for name in "qk")
+        return jnp.einsum(
+            "hbqk,bkd->bqhd", OVER_HEADS[name](weights, heads), x @ p["v"]
+        )
 
     expected = _expected(PARAMS, X)
     _, stats = jax.jit(mc.record_attention(fun))(PARAMS, X)
@@ -235,10 +226,9 @@ def test_a_temperature_after_the_maximum(name):
     exponential, factor = AFTER_THE_MAXIMUM[name]
 
     def fun(p, x):
-        logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
-        weights = exponential(logits - logits.max(-1, keepdims=True))
-        weights = weights / weights.sum(-1, keepdims=True)
-        return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
+        s = logits(p, x)
+        weights = exponential(s - s.max(-1, keepdims=True))
+        return mixed(weights / weights.sum(-1, keepdims=True), x @ p["v"])
 
     before = _expected(PARAMS, X)
     assert differ(factor * before, before) and differ(factor * before, before / factor)
@@ -288,14 +278,13 @@ WEIGHTS = {
     "jit, loop, name", one_at_a_time([False, True], [False, True], WEIGHTS)
 )
 def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
-    def attend(p, x):
-        logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
-        return jnp.einsum("bhqk,bkd->bqhd", WEIGHTS[name](logits), x @ p["v"]).sum()
+    def attended(p, x):
+        return mixed(WEIGHTS[name](logits(p, x)), x @ p["v"]).sum()
 
     def each(p, x):
-        return jax.lax.map(lambda row: attend(p, row[None]), x).sum()
+        return jax.lax.map(lambda row: attended(p, row[None]), x).sum()
 
-    record = mc.record_attention(each if loop else attend)
+    record = mc.record_attention(each if loop else attended)
     record = jax.jit(record) if jit else record
     assert np.isfinite(_leaf(record(PARAMS, LONG)[1])).all()
     broken = LONG.at[0, 40, 3].set(jnp.nan)
@@ -305,16 +294,14 @@ def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
 def test_masked_logits_in_half_precision():
     """A row that sees nothing has the maximum -inf, and -inf times zero is NaN."""
 
+    mask = np.tri(T, k=-1, dtype=bool)
+
     def fun(p, x):
-        query, key = cut(x @ p["q"]), cut(x @ p["k"])
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-        logits = jnp.where(jnp.tril(jnp.ones((T, T), bool), -1), logits, -jnp.inf)
-        weights = jnp.nan_to_num(jax.nn.softmax(logits))
-        return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
+        weights = jax.nn.softmax(jnp.where(mask, logits(p, x), -jnp.inf))
+        return mixed(jnp.nan_to_num(weights), x @ p["v"])
 
     halves = jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), (PARAMS, X))
     _, stats = jax.jit(mc.record_attention(fun))(*halves)
-    mask = np.tril(np.ones((T, T), bool), -1)
     expected = _expected(*jax.tree.map(lambda x: x.astype(jnp.float32), halves), mask)
     # Products and sums of float16 logits, of up to 2**-11 each.
     np.testing.assert_allclose(_leaf(stats), expected, rtol=2e-2)
@@ -385,14 +372,12 @@ def _trained(record, loss, objects):
         return value, grads
 
     found = [step(*objects) for _ in range(2)]
-    return jax.tree.map(
-        lambda x: (
-            jax.random.key_data(x)
-            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-            else x
-        ),
-        (found, nnx.state(objects)),
-    )
+
+    def as_numbers(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    return jax.tree.map(as_numbers, (found, nnx.state(objects)))
 
 
 def _objects():
@@ -454,9 +439,8 @@ def test_an_object_of_an_outer_trace_that_stays_as_it_is():
 
 def test_a_cap_that_is_no_number():
     def loss(p, x):
-        logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
-        weights = jax.nn.softmax(p["cap"] * jnp.tanh(logits / p["cap"]))
-        return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"]).sum()
+        capped = p["cap"] * jnp.tanh(logits(p, x) / p["cap"])
+        return attend(capped, x @ p["v"]).sum()
 
     _, stats = mc.record_attention(loss)({**PARAMS, "cap": jnp.asarray(5.0)}, X)
     np.testing.assert_allclose(_leaf(stats), _expected(PARAMS, X), rtol=1e-5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import few
+from jax.nn import softmax
 from jax.sharding import PartitionSpec as P
 from written_out import normed
 
@@ -59,14 +60,7 @@ def one_hot(index, size, dtype=jnp.float32):
     sigmoid={"score": jax.nn.sigmoid},
 )
 def switch(
-    p,
-    x,
-    gate="sum",
-    counts="float32",
-    how="",
-    noise=False,
-    losses=False,
-    score=jax.nn.softmax,
+    p, x, gate="sum", counts="float32", how="", noise=False, losses=False, score=softmax
 ):
     """Switch Transformer (arXiv:2101.03961), a capacity and one expert for a token."""
     x = x.reshape(N, D)
@@ -109,7 +103,7 @@ def switch(
 )
 def several_of_top_k(p, x, divided=False, losses=False, stopped=False):
     """Slots for the best two, with the places of all of them in one running sum."""
-    scores = jax.nn.softmax((x @ p["router"]).astype(jnp.float32))
+    scores = softmax((x @ p["router"]).astype(jnp.float32))
     gates, index = jax.lax.top_k(scores, K)
     if divided:
         gates = gates / gates.sum(-1, keepdims=True)
@@ -133,7 +127,7 @@ def several_of_top_k(p, x, divided=False, losses=False, stopped=False):
 @forms(all={}, random={"is_random": True})
 def gshard(p, x, is_random=False):
     """The best, and the second best of the rest (arXiv:2006.16668)."""
-    scores = jax.nn.softmax(jnp.einsum("gsm,me->gse", x, p["router"]))
+    scores = softmax(jnp.einsum("gsm,me->gse", x, p["router"]))
     one = one_hot(jnp.argmax(scores, -1), E)
     two = one_hot(jnp.argmax(scores * (1 - one), -1), E)
     first, second = (jnp.einsum("gse,gse->gs", scores, rows) for rows in (one, two))
@@ -160,7 +154,7 @@ def gshard(p, x, is_random=False):
 @forms(one={})
 def masks_of_flaxformer(p, x):
     """As `TokensChooseMaskedRouter` of T5X computes them."""
-    scores = jax.nn.softmax(x @ p["router"])
+    scores = softmax(x @ p["router"])
     index = jax.lax.top_k(scores, 1)[1][..., 0]
     rows = one_hot(index, E, jnp.int32)
     priority = jnp.cumsum(rows, 1) * rows - 1.0
@@ -175,7 +169,7 @@ def masks_of_flaxformer(p, x):
 @forms(one={})
 def experts_under_vmap(p, x):
     x = x.reshape(N, D)
-    gates, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), K)
+    gates, index = jax.lax.top_k(softmax(x @ p["router"]), K)
     rows = one_hot(index, E, jnp.int32)
     slot = jnp.cumsum(rows.reshape(-1, E), 0).reshape(rows.shape) * rows - 1
     slots = one_hot(slot, C)
@@ -207,7 +201,7 @@ def experts_on_devices(p, x):
 
     def on_device(router, wi, wo, x):
         x = x.reshape(-1, D)
-        gates, index = jax.lax.top_k(jax.nn.softmax(x @ router), K)
+        gates, index = jax.lax.top_k(softmax(x @ router), K)
         rows = one_hot(index, E)
         slot = jnp.cumsum(rows.reshape(-1, E), 0).reshape(rows.shape) * rows - 1
         slots = one_hot(slot.astype(int), C) * (slot >= 0)[..., None]
@@ -238,7 +232,7 @@ def experts_on_devices(p, x):
 def scattered(p, x, k=1, op="set", counts="int32", is_flat=False, is_dropped=False):
     """Each token is put into a slot of its expert."""
     x = x.reshape(N, D)
-    scores = jax.nn.softmax(x @ p["router"])
+    scores = softmax(x @ p["router"])
     gates, index = jax.lax.top_k(scores, k)
     if k == 1:
         gates, index = scores.max(-1), jnp.argmax(scores, -1)
@@ -261,7 +255,7 @@ def scattered(p, x, k=1, op="set", counts="int32", is_flat=False, is_dropped=Fal
 @forms(one={})
 def scattered_under_vmap(p, x):
     def group(x):
-        gates, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), K)
+        gates, index = jax.lax.top_k(softmax(x @ p["router"]), K)
         gates = (gates / gates.sum(-1, keepdims=True)).reshape(-1)
         index = index.reshape(-1)
         rows = one_hot(index, E, jnp.int32)
@@ -278,7 +272,7 @@ def scattered_under_vmap(p, x):
 def ragged(p, x, is_taken=False, is_before=False):
     """Tokens in the order of their experts, as megablocks and MaxText have them."""
     x = x.reshape(N, D)
-    gates, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), K)
+    gates, index = jax.lax.top_k(softmax(x @ p["router"]), K)
     gates, index = gates / gates.sum(-1, keepdims=True), index.reshape(-1)
     order, sizes = jnp.argsort(index), jnp.bincount(index, length=E)
     inputs, ordered = x[order // K], gates.reshape(-1)[order][:, None]
@@ -295,7 +289,7 @@ def ragged(p, x, is_taken=False, is_before=False):
 @forms(one={})
 def ordered_and_scattered(p, x):
     x = x.reshape(N, D)
-    gates, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), K)
+    gates, index = jax.lax.top_k(softmax(x @ p["router"]), K)
     index, sizes = index.reshape(-1), jnp.bincount(index.reshape(-1), length=E)
     order = jnp.argsort(index, stable=True)
     of = index[order]
@@ -311,7 +305,7 @@ def ordered_and_scattered(p, x):
 
 
 @forms(softmax={}, sigmoid={"score": jax.nn.sigmoid}, all={"k": None})
-def dense(p, x, score=jax.nn.softmax, k=K):
+def dense(p, x, score=softmax, k=K):
     weights = score(x @ p["router"])
     if k is not None:
         gates, index = jax.lax.top_k(weights, k)
@@ -323,7 +317,7 @@ def dense(p, x, score=jax.nn.softmax, k=K):
 
 @forms(three={}, combination={"is_combined": True})
 def choice_by_one_hot_rows(p, x, is_combined=False):
-    scores = jax.nn.softmax(x @ p["router"])
+    scores = softmax(x @ p["router"])
     gates, index = jax.lax.top_k(scores.mT, C)
     rows = one_hot(index, T)
     inputs = jnp.einsum("bect,btd->becd", rows, x)
@@ -338,7 +332,7 @@ def choice_by_one_hot_rows(p, x, is_combined=False):
 @forms(one={})
 def choice_by_indices(p, x):
     x = x.reshape(N, D)
-    gates, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]).T, C)
+    gates, index = jax.lax.top_k(softmax(x @ p["router"]).T, C)
     y = applied(p, x[index]) * gates[..., None]
     return jnp.zeros_like(x).at[index].add(y).reshape(B, T, D)
 
@@ -352,7 +346,7 @@ SHARED = {"up": (D, F), "down": (F, D)}
 
 def attention(p, x):
     q, k, v = ((x @ p[name]).reshape(B, T, 2, -1) for name in "qkv")
-    w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    w = softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     return jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D) @ p["o"]
 
 
@@ -470,13 +464,11 @@ def test_slots_of_soft_experts_are_a_router(order):
     def soft(p, x):
         logits = jnp.einsum("btd,des->btes", x, p["router"])
 
-        def dispatch():
-            return jax.nn.softmax(logits, 1)
-
-        def combine():
-            return jax.nn.softmax(logits.reshape(B, T, -1)).reshape(logits.shape)
-
-        weights = [made() for made in (dispatch, combine)[::order]][::order]
+        makers = (
+            lambda: softmax(logits, 1),
+            lambda: softmax(logits.reshape(B, T, -1)).reshape(logits.shape),
+        )
+        weights = [made() for made in makers[::order]][::order]
         inputs = jnp.einsum("btes,btd->besd", weights[0], x)
         hidden = jax.nn.relu(jnp.einsum("besd,edf->besf", inputs, p["wi"]))
         y = jnp.einsum("besf,efd->besd", hidden, p["wo"])
@@ -493,7 +485,7 @@ def test_layers_that_differ_at_one_line_are_asked_about():
         for i, p in enumerate(params["layers"]):
             y = x @ p["kernel"]
             if i:
-                gates, chosen = jax.lax.top_k(jax.nn.softmax(y), 2)
+                gates, chosen = jax.lax.top_k(softmax(y), 2)
                 gates = (one_hot(chosen, D) * gates[..., None]).sum(-2)
                 x = x + jnp.einsum("ne,nd,ed->nd", gates, x, p["more"])
             else:

@@ -1,5 +1,6 @@
 """Attention in forms that no reading knows is refused or named, and nothing else is."""
 
+import by_numbers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +9,13 @@ from adversaries import CASES
 from architectures import ARCHITECTURES
 from library_models import MODELS
 from test_architectures import shapes
-from test_library_models import loss_of, nested
 
 import muonclip_jax as mc
 
 
 B, T, D, H = 2, 6, 8, 2
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
-PARAMS = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32)
-    for name, shape in {
-        **dict.fromkeys("qkvog", (D, D)),
-        **{"head": (D, 3), "one": (D, 1)},
-    }.items()
-}
+PARAMS = by_numbers.shapes(**dict.fromkeys("qkvog", (D, D)), head=(D, 3), one=(D, 1))
 
 
 def qkv(p, x):
@@ -192,11 +186,8 @@ def squeezed_gates(p, x):
 
 def long_convolution(p, x):
     q, k, v = (x @ p[name] for name in "qkv")
-    times = jnp.broadcast_to(jnp.arange(T)[:, None] / T, (T, D))
-    spectra = (
-        jnp.fft.rfft(a, n=2 * T, axis=-2) for a in (jnp.sin(times @ p["g"]), k * v)
-    )
-    window, y = spectra
+    window = jnp.sin(jnp.broadcast_to(jnp.arange(T)[:, None] / T, (T, D)) @ p["g"])
+    window, y = (jnp.fft.rfft(a, n=2 * T, axis=-2) for a in (window, k * v))
     return q * jnp.fft.irfft(window * y, axis=1)[:, :T]
 
 
@@ -232,12 +223,10 @@ NAMED = {"sigmoids", "squared_relus"} | {
 
 
 def every_case():
-    for name, case in CASES.items():
+    for name, case in (CASES | MODELS).items():
         yield name, case.fun, case.params, case.args
     for name, a in ARCHITECTURES.items():
         yield name, lambda p, *x, a=a: a.loss(p, *x, None), shapes(a), a.inputs
-    for name, model in MODELS.items():
-        yield name, loss_of(model), nested(model.values()), model.args
 
 
 @pytest.mark.more

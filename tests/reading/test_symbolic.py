@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import few, normal
 from jax import export
-from test_library_models import loss_of, MODELS, nested
+from library_models import MODELS
 
 import muonclip_jax as mc
 
@@ -140,7 +140,6 @@ OF_ONE_BATCH |= {"haiku_recurrent", "levanter"}
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - OF_ONE_BATCH))
 def test_models_of_libraries_are_read_the_same(name):
     model = MODELS[name]
-    params, loss = nested(model.values()), loss_of(model)
     (batch,) = export.symbolic_shape("b")
 
     def with_batch(x):
@@ -148,8 +147,8 @@ def test_models_of_libraries_are_read_the_same(name):
         return jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) if is_array else x
 
     inputs = jax.tree.map(with_batch, model.args)
-    want = mc.read_model(loss, params, *model.args)
-    assert str(mc.read_model(loss, params, *inputs)) == str(want)
+    want = mc.read_model(model.fun, model.params, *model.args)
+    assert str(mc.read_model(model.fun, model.params, *inputs)) == str(want)
 
 
 # Constraints, from one symbol to several. A stride of 16 needs as many positions.
@@ -189,10 +188,8 @@ def test_a_closed_over_batch():
         return jax.grad(mc.record_attention(lambda p: _plain(p, x)), has_aux=True)(p)
 
     x = normal(5, 3, 6, D)
-    (grads, stats), want = (
-        export.export(step)(PARAMS, symbolic("b, 6, 8")).call(PARAMS, x),
-        jax.grad(_plain)(PARAMS, x),
-    )
+    program = export.export(step)(PARAMS, symbolic("b, 6, 8"))
+    (grads, stats), want = program.call(PARAMS, x), jax.grad(_plain)(PARAMS, x)
     np.testing.assert_array_equal(stats["max_logits"].shape, (H,))
     # The same operations on the same numbers; XLA may fuse them differently.
     for name, grad in grads.items():
@@ -203,10 +200,9 @@ def test_a_closed_over_batch():
 def test_modules():
     class Model(nnx.Module):
         def __init__(self):
-            self.embed = nnx.Embed(11, D, rngs=nnx.Rngs(0))
-            self.attention = nnx.MultiHeadAttention(
-                H, D, decode=False, rngs=nnx.Rngs(1)
-            )
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(11, D, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(H, D, decode=False, rngs=rngs)
 
         def __call__(self, tokens):
             return self.attention(self.embed(tokens)).sum()
@@ -307,18 +303,15 @@ def test_train_step_for_three_platforms():
 
     @jax.jit
     def step(params, state, tokens):
-        recorded = mc.record_attention(_loss)
-        (loss, stats), grads = jax.value_and_grad(recorded, has_aux=True)(
-            params, tokens
-        )
+        recorded = jax.value_and_grad(mc.record_attention(_loss), has_aux=True)
+        (loss, stats), grads = recorded(params, tokens)
         updates, state = optimizer.update(grads, state, params, attention_stats=stats)
         return optax.apply_updates(params, updates), state, loss, stats
 
     state = optimizer.init(params)
-    program = export.export(step, platforms=("cpu", "tpu", "cuda"))(
-        params, state, tokens
-    )
-    assert program.platforms == ("cpu", "tpu", "cuda")
+    platforms = "cpu", "tpu", "cuda"
+    program = export.export(step, platforms=platforms)(params, state, tokens)
+    assert program.platforms == platforms
     for batch in (2, 7):
         given = jax.random.randint(jax.random.key(batch), (batch, 6), 0, 11)
         found, want = (run(params, state, given) for run in (program.call, step))

@@ -7,7 +7,7 @@ import pytest
 from helpers import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from variants import B, cut, D, DIM, H, normed, T
+from variants import B, D, DIM, H, logits, normed, T
 
 import muonclip_jax as mc
 
@@ -16,16 +16,13 @@ X = normal(9, B, T, D)
 
 
 def _layer(p, x):
-    logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
-    out = jnp.einsum("bhqk,bkd->bqd", jax.nn.softmax(logits), x @ p["v"])
-    return normed(x + out), logits.max((0, 2, 3))
+    seen = logits(p, x)
+    out = jnp.einsum("bhqk,bkd->bqd", jax.nn.softmax(seen), x @ p["v"])
+    return normed(x + out), seen.max((0, 2, 3))
 
 
-STACK = {
-    "q": normal(0, 3, D, H * DIM),
-    "k": normal(1, 3, D, H * DIM),
-    "v": normal(2, 3, D, D),
-}
+STACK = {n: normal(i, 3, D, H * DIM) for i, n in enumerate("qk")}
+STACK["v"] = normal(2, 3, D, D)
 
 
 def test_layers_picked_by_another_index_are_refused_with_the_leaf():
@@ -49,11 +46,7 @@ def _nested(params, x):
     """Layers of two loops, of which the outer one has the second axis of the stack."""
 
     def outer(x, p):
-        def inner(x, p):
-            x, largest = _layer(p, x)
-            return x, largest
-
-        return jax.lax.scan(inner, x, p)
+        return jax.lax.scan(lambda x, p: _layer(p, x), x, p)
 
     turned = jax.tree.map(lambda w: w.swapaxes(0, 1), params)
     return jax.lax.scan(outer, x, turned)

@@ -2,9 +2,6 @@
 
 import adversaries_alike as adversaries_alike
 import adversaries_depth as adversaries_depth
-import adversaries_gates as adversaries_gates
-import adversaries_layers as adversaries_layers
-import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
 import adversaries_softmaxes as adversaries_softmaxes
 import adversaries_systems as adversaries_systems

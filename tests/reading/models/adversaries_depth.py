@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from pieces_of_cases import (
     array,
+    attend,
     attended,
     B,
     C,
@@ -19,26 +20,27 @@ from pieces_of_cases import (
     H,
     K,
     mixed,
+    network,
+    ONE,
     one,
+    one_layer,
     qkv,
     rms,
     SAYS,
     scores,
     soft,
     weights,
-    X,
 )
 
 
 # Layers.
 
 
-def _layer(p, x, **where):
-    q, k, v = qkv(p, x)
-    return rms(x + mixed(soft(scores(q, k), **where), v) @ p["o"])
+def _layer(p, x):
+    return rms(x + attend(*qkv(p, x)) @ p["o"])
 
 
-STACK = weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(2, D, D), head=(D, C))
+STACK = weights(**dict.fromkeys("qkvo", (2, D, D)), head=(D, C))
 
 
 def _of_unit_size(p, x):
@@ -48,13 +50,12 @@ def _of_unit_size(p, x):
     return rms(x + mixed(soft(jnp.where(CAUSAL, logits, -1e30)), v) @ p["o"])
 
 
-@case(
-    "q k v o 1|2; scale vector; head head",
-    STACK | {"scale": gains((2, 1, H))},
-    X,
-    attention="read",
-    scaled="scale",
+_scaled = functools.partial(
+    case, "q k v o 1|2; scale vector; head head", scaled="scale"
 )
+
+
+@_scaled(STACK | {"scale": gains((2, 1, H))}, attention="read")
 def a_temperature_for_each_head_of_counted_layers(p, x):
     def layer(i, x):
         return _of_unit_size({n: p[n][i] for n in p if n != "head"}, x)
@@ -62,13 +63,7 @@ def a_temperature_for_each_head_of_counted_layers(p, x):
     return jax.lax.fori_loop(0, 2, layer, x) @ p["head"]
 
 
-@case(
-    "q k v o 1|2; scale vector; head head",
-    STACK | {"scale": gains(2)},
-    X,
-    attention="jointly",
-    scaled="scale",
-)
+@_scaled(STACK | {"scale": gains(2)}, attention="jointly")
 def a_temperature_for_each_layer_backwards(p, x):
     def layer(x, w):
         return _of_unit_size(w, x), None
@@ -78,7 +73,7 @@ def a_temperature_for_each_layer_backwards(p, x):
     return x @ p["head"]
 
 
-@case("q k v o 1|2; head head", STACK, X, attention="read")
+@case("q k v o 1|2; head head", STACK, attention="read")
 def layers_in_a_python_loop(p, x):
     for i in range(2):
         x = _layer({n: p[n][i] for n in "qkvo"}, x)
@@ -88,10 +83,9 @@ def layers_in_a_python_loop(p, x):
 @case(
     "layers/*/? 0|1; head head",
     {
-        "layers": [weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D)) for _ in range(2)],
+        "layers": [weights(**dict.fromkeys("qkvo", (D, D)))] * 2,
         "head": array("head", D, C),
     },
-    X,
     attention="read",
 )
 def layers_in_a_list(p, x):
@@ -103,27 +97,23 @@ def layers_in_a_list(p, x):
 @case(
     "k v 0|1; first/? second/? 0|1; head head",
     {
-        "k": array("k", D, D),
-        "v": array("v", D, D),
-        "head": array("head", D, C),
-        "first": {"q": array("q", D, D), "o": array("o", D, D)},
+        **weights(k=(D, D), v=(D, D), head=(D, C)),
+        "first": weights(q=(D, D), o=(D, D)),
         "second": {"q": array("q2", D, D), "o": array("o2", D, D)},
     },
-    X,
     attention="read",
 )
 def keys_and_values_of_two_layers(p, x):
     k, v = cut(x @ p["k"]), cut(x @ p["v"])
     for n in ("first", "second"):
         q = cut(x @ p[n]["q"])
-        x = rms(x + mixed(soft(scores(q, k), layer=n), v) @ p[n]["o"])
+        x = rms(x + attend(q, k, v, layer=n) @ p[n]["o"])
     return x @ p["head"]
 
 
 @case(
     "frozen/? frozen; " + SAYS,
-    {**one(), "frozen": {n: array("f" + n, D, D) for n in "qkvo"}},
-    X,
+    {**ONE, "frozen": {n: array("f" + n, D, D) for n in "qkvo"}},
     attention="said",
 )
 def frozen_tower(p, x):
@@ -134,7 +124,7 @@ def frozen_tower(p, x):
     return _layer(p, x) @ p["head"]
 
 
-@case(SAYS, one(), X, attention="said", plain=attended)
+@one_layer("said", plain=attended)
 def own_derivative_of_attention(p, x):
     def attend(q, k, v):
         return mixed(jax.nn.softmax(scores(q, k)), v)
@@ -144,114 +134,88 @@ def own_derivative_of_attention(p, x):
     return end(p, x, own(*qkv(p, x)))
 
 
-def _mesh(n, name="a"):
-    return jax.make_mesh(
-        (n,),
-        (name,),
-        devices=jax.devices()[:n],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
+def _on_mesh(devices, local, **specs):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("a",), auto, devices=jax.devices()[:devices])
+    return jax.shard_map(local, mesh=mesh, **specs)
 
 
-HEADS = one(q=(D, H, K), k=(D, H, K), v=(D, H, K), o=(H, K, D))
-HEADS_SAY = "q k v 0|12; o 01|2; head head"
+def _projected(p, x):
+    return (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+
+
+def _weighed(q, k, v, softmax=jax.nn.softmax):
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores(q, k)), v)
+
+
+def _written(p, y):
+    return jnp.einsum("bqhd,hde->bqe", y, p["o"])
 
 
 def _with_heads(p, x):
-    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
-    y = jnp.einsum("bhqk,bkhd->bqhd", soft(scores(q, k)), v)
-    return jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"])) @ p["head"]
+    y = _weighed(*_projected(p, x), soft)
+    return jax.nn.gelu(x + _written(p, y)) @ p["head"]
 
 
-@case(HEADS_SAY, HEADS, X, attention="read", plain=_with_heads)
+def _sharded(devices, in_specs, out_specs, *args, heads=H):
+    """Registers what each device computes of `_with_heads`."""
+    leaves = one(**dict.fromkeys("qkv", (D, heads, K)), o=(heads, K, D))
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+
+    def register(local):
+        def fun(p, x):
+            return _on_mesh(devices, local, **specs)(p, x)
+
+        fun.__name__ = local.__name__
+        told = {"attention": "read", "plain": _with_heads}
+        return case("q k v 0|12; o 01|2; head head", leaves, *args, **told)(fun)
+
+    return register
+
+
+_BY_HEADS = {n: P(None, "a") for n in "qkv"} | {"o": P("a"), "head": P()}
+
+
+@_sharded(3, (_BY_HEADS, P()), P())
 def one_head_on_each_device(p, x):
-    specs = {n: P(None, "a") for n in "qkv"} | {"o": P("a"), "head": P()}
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=_mesh(3),
-        in_specs=(specs, P()),
-        out_specs=P(),
-        check_vma=False,
-    )
-    def local(p, x):
-        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
-        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v)
-        y = jax.lax.psum(jnp.einsum("bqhd,hde->bqe", y, p["o"]), "a")
-        return jax.nn.gelu(x + y) @ p["head"]
-
-    return local(p, x)
+    y = jax.lax.psum(_written(p, _weighed(*_projected(p, x))), "a")
+    return jax.nn.gelu(x + y) @ p["head"]
 
 
-FOUR = one(q=(D, 4, K), k=(D, 4, K), v=(D, 4, K), o=(4, K, D))
+_BY_POSITIONS = P(None, "a")
 
 
-EIGHT = array("x of eight", B, 8, D)
-
-
-@case(HEADS_SAY, FOUR, EIGHT, attention="read", plain=_with_heads)
+@_sharded(2, (P(), _BY_POSITIONS), _BY_POSITIONS, array("x of eight", B, 8, D), heads=4)
 def positions_for_heads_between_devices(p, x):
     """DeepSpeed-Ulysses: each device has some positions, and attends for some heads."""
-    sharded = P(None, "a")
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=_mesh(2),
-        in_specs=(P(), sharded),
-        out_specs=sharded,
-        check_vma=False,
-    )
-    def local(p, x):
-        swap = functools.partial(jax.lax.all_to_all, axis_name="a", tiled=True)
-        q, k, v = (
-            swap(jnp.einsum("btd,dhk->bthk", x, p[n]), split_axis=2, concat_axis=1)
-            for n in "qkv"
-        )
-        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v)
-        y = swap(y, split_axis=1, concat_axis=2)
-        return jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"])) @ p["head"]
-
-    return local(p, x)
+    swap = functools.partial(jax.lax.all_to_all, axis_name="a", tiled=True)
+    q, k, v = (swap(y, split_axis=2, concat_axis=1) for y in _projected(p, x))
+    y = swap(_weighed(q, k, v), split_axis=1, concat_axis=2)
+    return jax.nn.gelu(x + _written(p, y)) @ p["head"]
 
 
-@case(HEADS_SAY, HEADS, X, attention="read", plain=_with_heads)
+_BY_FEATURES = {n: P("a") for n in "qkv"} | {"o": P(None, None, "a"), "head": P("a")}
+
+
+@_sharded(2, (_BY_FEATURES, P(None, None, "a")), P())
 def features_on_two_devices(p, x):
-    specs = {n: P("a") for n in "qkv"} | {"o": P(None, None, "a"), "head": P("a")}
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=_mesh(2),
-        check_vma=False,
-        in_specs=(specs, P(None, None, "a")),
-        out_specs=P(),
-    )
-    def local(p, x):
-        q, k, v = (
-            jax.lax.psum(jnp.einsum("btd,dhk->bthk", x, p[n]), "a") for n in "qkv"
-        )
-        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v)
-        y = jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"]))
-        return jax.lax.psum(y @ p["head"], "a")
-
-    return local(p, x)
+    y = _weighed(*(jax.lax.psum(y, "a") for y in _projected(p, x)))
+    y = jax.nn.gelu(x + _written(p, y))
+    return jax.lax.psum(y @ p["head"], "a")
 
 
 @case(
     "q k v 1|2; head head",
-    weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), head=(D, C)),
-    X,
+    weights(**dict.fromkeys("qkv", (2, D, D)), head=(D, C)),
     attention="read",
-    plain=lambda p, x: _scanned(p, x, lambda q, k, v: mixed(soft(scores(q, k)), v)),
+    plain=lambda p, x: _scanned(p, x, attend),
 )
 def on_a_mesh_in_a_scan(p, x):
+    def unnoted(q, k, v):
+        return mixed(jax.nn.softmax(scores(q, k)), v)
+
     spec = P("a")
-    attend = jax.shard_map(
-        lambda q, k, v: mixed(jax.nn.softmax(scores(q, k)), v),
-        mesh=_mesh(2),
-        in_specs=(spec,) * 3,
-        out_specs=spec,
-    )
-    return _scanned(p, x, attend)
+    return _scanned(p, x, _on_mesh(2, unnoted, in_specs=(spec,) * 3, out_specs=spec))
 
 
 def _scanned(p, x, attend):
@@ -264,12 +228,7 @@ def _scanned(p, x, attend):
 # What looks like attention.
 
 
-@case(
-    "w 0|1; a b any; head head",
-    weights(w=(D, D), a=(D,), b=(D,), head=(D, C)),
-    X,
-    attention="maybe",
-)
+@network("w 0|1; a b any", w=(D, D), a=(D,), b=(D,), attention="maybe")
 def graph_attention(p, x):
     """GAT: logits are sums, so no product of query and key is there."""
     y = x @ p["w"]

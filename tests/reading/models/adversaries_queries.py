@@ -6,6 +6,7 @@ import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
     array,
+    attend,
     B,
     C,
     case,
@@ -16,15 +17,17 @@ from pieces_of_cases import (
     end,
     gains,
     H,
+    heads,
     K,
     mixed,
-    one,
+    network,
+    one_layer,
     qkv,
     rms,
-    SAYS,
     scores,
     soft,
     T,
+    turned,
     weights,
     X,
 )
@@ -33,49 +36,35 @@ from pieces_of_cases import (
 # Learned queries, keys and values.
 
 
-@case(
-    "latents vector~embedding; k v o 0|1; head head",
-    one(q=None, latents=(2, D)),
-    X,
-    attention="said",
-    scaled="latents",
-)
+LEARNED = {"also": "latents vector~embedding", "latents": (2, D)}
+
+
+def _of_latents(p, x, w):
+    return jax.nn.gelu(mixed(w, cut(x @ p["v"])) @ p["o"]) @ p["head"]
+
+
+@one_layer("said", says="k v o 0|1; head head", q=None, scaled="latents", **LEARNED)
 def latents_are_the_queries(p, x):
     k, v = cut(x @ p["k"]), cut(x @ p["v"])
     w = soft(jnp.einsum("qhd,bkhd->bhqk", cut(p["latents"]), k))
-    y = mixed(w, v)
-    return jax.nn.gelu(y @ p["o"]) @ p["head"]
+    return jax.nn.gelu(mixed(w, v) @ p["o"]) @ p["head"]
 
 
-@case(
-    "latents vector~embedding; q k v o 0|1; head head",
-    one(latents=(2, D)),
-    X,
-    attention="read",
-)
+@one_layer("read", **LEARNED)
 def latents_are_projected(p, x):
     q = jnp.broadcast_to(cut(p["latents"] @ p["q"]), (B, 2, H, K))
-    w = soft(scores(q, cut(x @ p["k"])))
-    return jax.nn.gelu(mixed(w, cut(x @ p["v"])) @ p["o"]) @ p["head"]
+    return _of_latents(p, x, soft(scores(q, cut(x @ p["k"]))))
 
 
-@case(
-    "latents vector~embedding; q k v o 0|1; head head",
-    one(latents=(2, D)),
-    X,
-    attention="read",
-)
+@one_layer("read", **LEARNED)
 def latents_are_projected_without_a_batch(p, x):
     q = cut(p["latents"] @ p["q"])
     w = soft(jnp.einsum("qhd,bkhd->bhqk", q, cut(x @ p["k"])))
-    return jax.nn.gelu(mixed(w, cut(x @ p["v"])) @ p["o"]) @ p["head"]
+    return _of_latents(p, x, w)
 
 
-@case(
-    "query vector~embedding; v o 0|1; head head",
-    one(q=None, k=None, query=(D,)),
-    X,
-    attention="maybe",
+@network(
+    "query vector~embedding; v o 0|1", v=(D, D), o=(D, D), query=(D,), attention="maybe"
 )
 def pooled_by_one_learned_vector(p, x):
     """Keys are the input as it is, so it is a layer of one output."""
@@ -84,26 +73,24 @@ def pooled_by_one_learned_vector(p, x):
     return jax.nn.gelu(y @ p["o"]) @ p["head"]
 
 
-@case(
-    "prefix_k prefix_v any; " + SAYS,
-    one(prefix_k=(2, H, K), prefix_v=(2, H, K)),
-    X,
-    attention="said",
+@heads(
+    "said",
+    also="prefix_k prefix_v any",
     scaled="prefix_k",
+    prefix_k=(2, H, K),
+    prefix_v=(2, H, K),
 )
-def learned_prefix_of_keys_and_values(p, x):
-    q, k, v = qkv(p, x)
+def learned_prefix_of_keys_and_values(q, k, v, prefix_k, prefix_v):
     k, v = (
         jnp.concatenate([jnp.broadcast_to(4 * a, (B, 2, H, K)), y], 1)
-        for a, y in ((p["prefix_k"], k), (p["prefix_v"], v))
+        for a, y in ((prefix_k, k), (prefix_v, v))
     )
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return attend(q, k, v)
 
 
 @case(
     "q o any; keys values any; head head",
-    one(k=None, v=None, keys=(9, D), values=(9, D)),
-    X,
+    weights(q=(D, D), o=(D, D), head=(D, C), keys=(9, D), values=(9, D)),
     attention="maybe",
 )
 def memory_of_parameters(p, x):
@@ -115,29 +102,23 @@ def memory_of_parameters(p, x):
 # Other shapes of attention.
 
 
-@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
-def windows_that_overlap(p, x):
-    q, k, v = qkv(p, x)
+@heads("read", array("long", B, 8, D, scale=1.5))
+def windows_that_overlap(q, k, v):
     at = np.clip(np.arange(8)[:, None] + np.arange(-1, 2), 0, 7)
     w = soft(jnp.einsum("bqhd,bqkhd->bhqk", q, k[:, at]) * 0.5)
-    y = jnp.einsum("bhqk,bqkhd->bqhd", w, v[:, at])
-    return end(p, x, y.reshape(x.shape))
+    return jnp.einsum("bhqk,bqkhd->bqhd", w, v[:, at])
 
 
-@case(SAYS, one(), X, attention="read")
-def batch_and_heads_in_one_axis(p, x):
-    q, k, v = (t.swapaxes(1, 2).reshape(B * H, T, K) for t in qkv(p, x))
+@heads("read")
+def batch_and_heads_in_one_axis(q, k, v):
+    q, k, v = (t.swapaxes(1, 2).reshape(B * H, T, K) for t in (q, k, v))
     logits = q @ k.mT * K**-0.5
     noted(logits.reshape(B, H, T, T))
-    y = (jax.nn.softmax(logits) @ v).reshape(B, H, T, K).swapaxes(1, 2)
-    return end(p, x, y.reshape(B, T, D))
+    return (jax.nn.softmax(logits) @ v).reshape(B, H, T, K).swapaxes(1, 2)
 
 
-@case(
-    "q k v 1|02; o 0|1; head head",
-    one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
-    X,
-    attention="read",
+@one_layer(
+    "read", says="q k v 1|02; o 0|1; head head", **dict.fromkeys("qkv", (H, D, K))
 )
 def kernels_of_heads_first(p, x):
     q, k, v = (jnp.einsum("btd,hdk->bhtk", x, p[n]) for n in "qkv")
@@ -145,51 +126,44 @@ def kernels_of_heads_first(p, x):
     return end(p, x, (w @ v).swapaxes(1, 2).reshape(B, T, D))
 
 
-FUSED = one(q=None, k=None, v=None, qkv=(D, 3 * D))
-FUSED_SAYS = "qkv o 0|1; head head"
+def fused(*shape, args=(X,), says="qkv o 0|1; head head", **others):
+    """Registers a layer whose query, key and value are of one kernel."""
+    leaves = {**dict.fromkeys("qkv"), "qkv": shape, **others}
+    return one_layer("read", *args, says=says, **leaves)
 
 
-@case(FUSED_SAYS, FUSED, X, attention="read")
+@fused(D, 3 * D)
 def fused_by_columns(p, x):
     q, k, v = jnp.moveaxis((x @ p["qkv"]).reshape(B, T, H, K, 3), -1, 0)
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(q, k, v))
 
 
 @case(
     "inner out 0|1; head head",
     weights(inner=(D, 3 * D + 16), out=(D + 16, D), head=(D, C)),
-    X,
     attention="read",
     scaled="inner",
 )
 def fused_with_the_mlp(p, x):
     """A parallel block: query, key, value and the MLP in one kernel."""
     q, k, v, y = jnp.split(x @ p["inner"], [D, 2 * D, 3 * D], -1)
-    a = mixed(soft(scores(cut(q), cut(k))), cut(v))
+    a = attend(cut(q), cut(k), cut(v))
     return (x + jnp.concatenate([a, jax.nn.gelu(y)], -1) @ p["out"]) @ p["head"]
 
 
-@case(
-    "qkv 012|3~12|3~2|3; o 0|1; head head",
-    one(q=None, k=None, v=None, qkv=(1, 1, D, 3 * D)),
-    array("grid", B, 2, 3, D),
-    attention="read",
-)
+GRID = array("grid", B, 2, 3, D)
+
+
+@fused(1, 1, D, 3 * D, args=(GRID,), says="qkv 012|3~12|3~2|3; o 0|1; head head")
 def fused_by_a_convolution_of_one_by_one(p, x):
     y = jax.lax.conv_general_dilated(
         x, p["qkv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     q, k, v = map(cut, jnp.split(y.reshape(B, 6, 3 * D), 3, -1))
-    x = x.reshape(B, 6, D)
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x.reshape(B, 6, D), attend(q, k, v))
 
 
-@case(
-    "q_window k_window vector; " + SAYS,
-    one(q_window=(3, 1, D), k_window=(3, 1, D)),
-    X,
-    attention="read",
-)
+@one_layer("read", also="*_window vector", q_window=(3, 1, D), k_window=(3, 1, D))
 def windows_on_query_and_key(p, x):
     def conv(y, w):
         return jax.lax.conv_general_dilated(
@@ -202,16 +176,103 @@ def windows_on_query_and_key(p, x):
         )
 
     q, k = (cut(conv(x @ p[n], p[n + "_window"])) for n in "qk")
-    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+    return end(p, x, attend(q, k, cut(x @ p["v"])))
+
+
+# Heads that are shared.
+
+
+@one_layer("read", says="qk v o 0|1; head head", q=None, k=None, qk=(D, D))
+def tied_query_and_key(p, x):
+    q, v = cut(x @ p["qk"]), cut(x @ p["v"])
+    return end(p, x, attend(q, q, v))
+
+
+@one_layer(
+    "read",
+    says="qk v o 0|1; *_gain vector; head head",
+    **dict.fromkeys("qk"),
+    qk=(D, D),
+    q_gain=gains((H, K), "a"),
+    k_gain=gains((H, K), "b"),
+)
+def tied_query_and_key_with_gains(p, x):
+    y, v = cut(x @ p["qk"]), cut(x @ p["v"])
+    return end(p, x, attend(y * p["q_gain"], y * p["k_gain"], v))
+
+
+LATENT = {"kv": (D, 6), **dict.fromkeys(("k_up", "v_up"), (6, H, K)), "k": None}
+
+
+@one_layer(
+    "read",
+    says="kv q o q_rope k_rope 0|1; *_up any; head head",
+    **LATENT,
+    v=None,
+    q_rope=(D, D),
+    k_rope=(D, K),
+)
+def latent_with_rotary_parts(p, x):
+    q, latent = cut(x @ p["q"]), x @ p["kv"]
+    k, v = (jnp.einsum("btc,chk->bthk", latent, p[n]) for n in ("k_up", "v_up"))
+    shared = turned((x @ p["k_rope"])[:, :, None])[:, :, 0]
+    logits = jnp.einsum("bqhd,bkd->bhqk", turned(cut(x @ p["q_rope"])), shared)
+    return end(p, x, mixed(soft(scores(q, k) + 0.3 * logits), v))
+
+
+@one_layer(
+    "read",
+    says="q1 q2 k1 k2 v o 0|1; mix vector; head head",
+    **dict.fromkeys("qk"),
+    **dict.fromkeys(("q1", "q2", "k1", "k2"), (D, D)),
+    mix=(H,),
+)
+def difference_of_two_softmaxes(p, x):
+    q1, q2, k1, k2, v = (cut(x @ p[n]) for n in ("q1", "q2", "k1", "k2", "v"))
+    a = soft(scores(q1, k1), layer="first")
+    b = soft(scores(q2, k2), layer="second")
+    return end(p, x, mixed(a - p["mix"][:, None, None] * b, v))
+
+
+@heads("said")
+def heads_in_a_fori_loop(q, k, v):
+    def step(h, y):
+        q_, k_, v_ = (jax.lax.dynamic_index_in_dim(t, h, 2, False) for t in (q, k, v))
+        logits = jnp.einsum("bqd,bkd->bqk", q_, k_) * K**-0.5
+        w = soft(logits, heads=(), layer="all", merge="heads")
+        return jax.lax.dynamic_update_index_in_dim(y, w @ v_, h, 2)
+
+    return jax.lax.fori_loop(0, H, step, jnp.zeros_like(v))
 
 
 # Heads in other places of their leaves.
 
 
-FOUR = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
+GROUPED = {"q": (D, 16), "k": (D, 8), "v": (D, 8), "o": (16, D)}
 
 
-@case("q 2|01; k v o 0|1; head head", one(q=(4, 6, D), k=(D, 24)), X, attention="read")
+@one_layer("read", **GROUPED)
+def groups_by_tile(p, x):
+    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
+    k, v = jnp.tile(k, (1, 1, 2, 1)), jnp.tile(v, (1, 1, 2, 1))
+    return end(p, x, attend(q, k, v))
+
+
+@one_layer("read", **GROUPED)
+def heads_backwards_and_keys_in_turn(p, x):
+    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
+    k, v = (jnp.tile(y, (1, 1, 2, 1)) for y in (k, v))
+    return end(p, x, attend(q[:, :, ::-1], k, v))
+
+
+@one_layer("read", **GROUPED)
+def heads_by_their_place_in_a_group(p, x):
+    q = (x @ p["q"]).reshape(B, T, 2, 2, 4).swapaxes(2, 3).reshape(B, T, 4, 4)
+    k, v = (jnp.repeat(cut(x @ p[n], 2), 2, 2) for n in "kv")
+    return end(p, x, attend(q, k, v))
+
+
+@one_layer("read", also="q 2|01", q=(4, 6, D), k=(D, 24))
 def heads_that_are_tiles_of_two_axes(p, x):
     y = jnp.einsum("btd,mnd->btmn", x, p["q"]).reshape(B, T, 2, 2, 2, 3)
     q = y.transpose(0, 1, 4, 2, 3, 5).reshape(B, T, 4, 6)
@@ -219,124 +280,88 @@ def heads_that_are_tiles_of_two_axes(p, x):
     return end(p, x, mixed(w, (x @ p["v"]).reshape(B, T, 4, 3)))
 
 
-@case(SAYS, FOUR, X, attention="read")
-def heads_backwards_and_keys_in_turn(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-    k, v = (jnp.tile(y, (1, 1, 2, 1)) for y in (k, v))
-    return end(p, x, mixed(soft(scores(q[:, :, ::-1], k)), v))
-
-
-@case(SAYS, FOUR, X, attention="read")
-def heads_by_their_place_in_a_group(p, x):
-    q = (x @ p["q"]).reshape(B, T, 2, 2, 4).swapaxes(2, 3).reshape(B, T, 4, 4)
-    k, v = (jnp.repeat(cut(x @ p[n], 2), 2, 2) for n in "kv")
-    return end(p, x, mixed(soft(scores(q, k)), v))
-
-
-@case(
-    "q* k v o 0|1; head head",
-    one(q=None, q1=(D, 8), q2=(D, 8), k=(D, 16), v=(D, 16), o=(16, D)),
-    X,
-    attention="read",
+@one_layer(
+    "read",
+    also="q1 q2 0|1",
+    **{"q": None, "q1": (D, 8), "q2": (D, 8), "k": (D, 16), "v": (D, 16), "o": (16, D)},
 )
 def heads_of_two_kernels_in_a_row(p, x):
     q = jnp.concatenate([cut(x @ p["q1"], 2), cut(x @ p["q2"], 2)], 2)
     k = cut(x @ p["k"], 4)
     k = jnp.concatenate([k[:, :, 2:], k[:, :, :2]], 2)
-    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"], 4)))
+    return end(p, x, attend(q, k, cut(x @ p["v"], 4)))
 
 
-@case(
-    "qkv o 0|1; qkv_bias vector; head head",
-    one(q=None, k=None, v=None, qkv=(D, 32), qkv_bias=(32,), o=(16, D)),
-    X,
-    attention="read",
-)
+@fused(D, 32, says="qkv o 0|1; qkv_bias vector; head head", qkv_bias=(32,), o=(16, D))
 def heads_of_queries_then_of_keys(p, x):
     """Phi-3's."""
     y = cut(x @ p["qkv"] + p["qkv_bias"], 8)
     k, v = (jnp.repeat(y[:, :, i : i + 2], 2, 2) for i in (4, 6))
-    return end(p, x, mixed(soft(scores(y[:, :, :4], k)), v))
+    return end(p, x, attend(y[:, :, :4], k, v))
 
 
-@case(
-    "qkv any; o 0|1; head head",
-    one(q=None, k=None, v=None, qkv=(D, 8, K), o=(16, D)),
-    X,
-    attention="read",
-)
+@fused(D, 8, K, says="qkv any; o 0|1; head head", o=(16, D))
 def heads_of_queries_then_of_keys_on_an_axis(p, x):
     y = jnp.einsum("btd,dhk->bthk", x, p["qkv"])
     q, k, v = jnp.split(y, [4, 6], axis=2)
     k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(q, k, v))
 
 
-@case("qk v o 0|1; head head", one(q=None, k=None, qk=(D, 42)), X, attention="read")
+@one_layer("read", says="qk v o 0|1; head head", q=None, k=None, qk=(D, 42))
 def first_and_last_entries_of_a_head_are_its_query(p, x):
     y = cut(x @ p["qk"])
     q = jnp.concatenate([y[..., :2], y[..., 10:]], -1)
-    return end(p, x, mixed(soft(scores(q, y[..., 2:8])), cut(x @ p["v"])))
+    return end(p, x, attend(q, y[..., 2:8], cut(x @ p["v"])))
 
 
-@case(
-    "qkv any; o 0|1; head head",
-    one(q=None, k=None, v=None, qkv=(D, 3, H, 2 * K)),
-    X,
-    attention="read",
-)
+@fused(D, 3, H, 2 * K, says="qkv any; o 0|1; head head")
 def query_and_key_in_corners_of_one_array(p, x):
     y = jnp.einsum("btd,dahk->btahk", x, p["qkv"])
     w = soft(scores(y[:, :, 0, :, :K], y[:, :, 2, :, K:]))
     return end(p, x, mixed(w, y[:, :, 1, :, :K]))
 
 
-@case("q* k* v o 0|1; head head", one(q2=(D, D), k2=(D, D)), X, attention="read")
+@one_layer("read", also="q2 k2 0|1", q2=(D, D), k2=(D, D))
 def two_streams_that_meet_in_the_logits(p, x):
     """Image and text have kernels of their own."""
     q, k = (
         cut(jnp.concatenate([x[:, :2] @ p[n], x[:, 2:] @ p[n + "2"]], 1)) for n in "qk"
     )
-    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+    return end(p, x, attend(q, k, cut(x @ p["v"])))
 
 
-@case(SAYS, one(), X, attention="read")
-def features_padded_with_zeros(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def features_padded_with_zeros(q, k, v):
     q, k = (jnp.pad(y, ((0, 0),) * 3 + ((0, 2),)) for y in (q, k))
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return attend(q, k, v)
 
 
 # What is done to query and key: norms, gains, clamps and positions.
 
 
-GAINS = {"q_gain": gains(K, "q_gain"), "k_gain": gains(K, "k_gain")}
-
-
-@case(
-    SAYS + "; *_gain vector",
-    one(q_gain=gains((H, K), "qg"), k_gain=gains((H, K), "kg")),
-    X,
-    attention="read",
+@heads(
+    "read",
+    also="*_gain vector",
+    q_gain=gains((H, K), "qg"),
+    k_gain=gains((H, K), "kg"),
 )
-def normalized_with_gains_for_each_head(p, x):
-    q, k, v = qkv(p, x)
-    q, k = rms(q, p["q_gain"]), rms(k, p["k_gain"])
-    return end(p, x, mixed(soft(scores(q, k)), v))
+def normalized_with_gains_for_each_head(q, k, v, q_gain, k_gain):
+    return attend(rms(q, q_gain), rms(k, k_gain), v)
 
 
-@case(SAYS + "; q_gain vector", one(q_gain=gains(D, "qg")), X, attention="read")
+@one_layer("read", also="q_gain vector", q_gain=gains(D, "qg"))
 def query_normalized_across_heads(p, x):
     _, k, v = qkv(p, x)
-    q = cut(rms(x @ p["q"], p["q_gain"]))
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(cut(rms(x @ p["q"], p["q_gain"])), k, v))
 
 
-@case(
-    SAYS + "; *_gain *_shift vector",
-    one(**GAINS, q_shift=(K,), k_shift=(K,)),
-    X,
-    attention="said",
+@one_layer(
+    "said",
+    also="*_gain *_shift vector",
+    **{n: gains(K, n) for n in ("q_gain", "k_gain")},
+    q_shift=(K,),
+    k_shift=(K,),
 )
 def layer_norm_with_gains_and_shifts(p, x):
     def norm(y, n):
@@ -344,57 +369,49 @@ def layer_norm_with_gains_and_shifts(p, x):
         return rms(y, p[n + "_gain"]) + p[n + "_shift"]
 
     q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(norm(q, "q"), norm(k, "k"))), v))
+    return end(p, x, attend(norm(q, "q"), norm(k, "k"), v))
 
 
-@case(SAYS, one(), X, attention="said")
+@one_layer("said")
 def clamped(p, x):
-    q, k, v = (cut(jnp.clip(x @ p[n], -0.8, 0.8)) for n in "qkv")
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(*(cut(jnp.clip(x @ p[n], -0.8, 0.8)) for n in "qkv")))
 
 
-@case(SAYS, one(), X, attention="said")
+@one_layer("said")
 def without_nans(p, x):
-    q, k, v = (cut(jnp.nan_to_num(x @ p[n])) for n in "qkv")
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(*(cut(jnp.nan_to_num(x @ p[n])) for n in "qkv")))
 
 
-@case(SAYS, one(), X, attention="read")
-def query_and_key_through_relus(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(jax.nn.relu(q), jax.nn.relu(k))), v))
+@heads("read")
+def query_and_key_through_relus(q, k, v):
+    return attend(jax.nn.relu(q), jax.nn.relu(k), v)
 
 
 # Positions.
 
 
-@case(SAYS, one(), X, attention="read")
-def rotary_interleaved(p, x):
+@heads("read")
+def rotary_interleaved(q, k, v):
     def turn(y):
         angle = jnp.arange(T)[:, None, None] / 10.0 ** jnp.arange(K // 2)
         a, b = y[..., ::2], y[..., 1::2]
         s, c = jnp.sin(angle), jnp.cos(angle)
         return jnp.stack([a * c - b * s, a * s + b * c], -1).reshape(y.shape)
 
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
+    return attend(turn(q), turn(k), v)
 
 
-@case(
-    SAYS + "; table any", one(table=(2 * T - 1, K)), X, attention="said", scaled="table"
-)
-def relative_keys_by_a_product(p, x):
-    q, k, v = qkv(p, x)
-    far = jnp.einsum("bqhd,rd->bhqr", q, p["table"])
+@heads("said", also="table any", table=(2 * T - 1, K), scaled="table")
+def relative_keys_by_a_product(q, k, v, table):
+    far = jnp.einsum("bqhd,rd->bhqr", q, table)
     at = jnp.broadcast_to(DISTANCE, (B, H, T, T))
     logits = scores(q, k) + jnp.take_along_axis(far, at, -1)
-    return end(p, x, mixed(soft(logits), v))
+    return mixed(soft(logits), v)
 
 
-@case(SAYS + "; table any", one(table=(H, T, K)), X, attention="said", scaled="table")
-def relative_keys_by_a_skew(p, x):
-    q, k, v = qkv(p, x)
-    far = jnp.einsum("bqhd,hrd->bhqr", q, p["table"])
+@heads("said", also="table any", table=(H, T, K), scaled="table")
+def relative_keys_by_a_skew(q, k, v, table):
+    far = jnp.einsum("bqhd,hrd->bhqr", q, table)
     far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0)))
     far = far.reshape(B, H, T + 1, T)[:, :, 1:]
-    return end(p, x, mixed(soft(jnp.where(CAUSAL, scores(q, k) + far, -1e9)), v))
+    return mixed(soft(jnp.where(CAUSAL, scores(q, k) + far, -1e9)), v)

@@ -6,6 +6,7 @@ import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
     array,
+    attend,
     B,
     case,
     CAUSAL,
@@ -13,15 +14,16 @@ from pieces_of_cases import (
     D,
     DISTANCE,
     end,
+    formulas,
     gains,
     H,
+    heads,
     K,
     mixed,
-    one,
     qkv,
-    SAYS,
     scores,
     soft,
+    sums_of_both,
     T,
     unit,
     weights,
@@ -29,174 +31,141 @@ from pieces_of_cases import (
 )
 
 
-@case(SAYS, one(), X, attention="read")
-def plain(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(q, k)), v))
+@heads("read")
+def plain(q, k, v):
+    return attend(q, k, v)
 
 
-@case(SAYS, one(), X, attention="read")
-def base_two_without_a_factor(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def base_two_without_a_factor(q, k, v):
     e = jnp.exp2(noted(scores(q, k), unit=np.log(2)))
-    return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
+    return mixed(e / e.sum(-1, keepdims=True), v)
 
 
-@case(SAYS, one(), X, attention="read")
-def base_two_by_power(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def base_two_by_power(q, k, v):
     e = jnp.power(2.0, noted(scores(q, k), unit=np.log(2)))
-    return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
+    return mixed(e / e.sum(-1, keepdims=True), v)
 
 
-@case(SAYS, one(), X, attention="read")
-def divided_after_the_values(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def divided_after_the_values(q, k, v):
     logits = noted(scores(q, k))
     e = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
     total = jnp.einsum("bhqk->bqh", e)[..., None]
-    y = jnp.einsum("bhqk,bkhd->bqhd", e, v) / total
-    return end(p, x, y.reshape(B, T, D))
+    return jnp.einsum("bhqk,bkhd->bqhd", e, v) / total
 
 
-@case(SAYS, one(), X, attention="read")
-def times_the_reciprocal(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def times_the_reciprocal(q, k, v):
     logits = noted(scores(q, k))
     e = jnp.exp(logits - jnp.max(logits))  # one maximum of all
-    return end(p, x, mixed(e * jnp.reciprocal(e.sum(-1, keepdims=True)), v))
+    return mixed(e * jnp.reciprocal(e.sum(-1, keepdims=True)), v)
 
 
-@case(SAYS, one(), X, attention="read")
-def values_with_a_column_of_ones(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def values_with_a_column_of_ones(q, k, v):
     e = jnp.exp(noted(scores(q, k)))
     y = jnp.einsum("bhqk,bkhd->bqhd", e, jnp.concatenate([v, v[..., :1] * 0 + 1], -1))
-    return end(p, x, (y[..., :-1] / y[..., -1:]).reshape(B, T, D))
+    return y[..., :-1] / y[..., -1:]
 
 
-@case(SAYS, one(), X, attention="read")
-def off_by_one(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def off_by_one(q, k, v):
     e = jnp.exp(noted(scores(q, k)))
-    return end(p, x, mixed(e / (1 + e.sum(-1, keepdims=True)), v))
+    return mixed(e / (1 + e.sum(-1, keepdims=True)), v)
 
 
-@case(SAYS + "; sink vector", one(sink=(H,)), X, attention="read")
-def with_a_sink(p, x):
-    q, k, v = qkv(p, x)
+@heads("read", also="sink vector", sink=(H,))
+def with_a_sink(q, k, v, sink):
     logits = noted(scores(q, k))
-    sink = jnp.broadcast_to(p["sink"][:, None, None], (B, H, T, 1))
+    sink = jnp.broadcast_to(sink[:, None, None], (B, H, T, 1))
     w = jax.nn.softmax(jnp.concatenate([logits, sink], -1))[..., :-1]
-    return end(p, x, mixed(w, v))
+    return mixed(w, v)
 
 
-@case(
-    SAYS + "; temperature vector",
-    one(temperature=gains(H)),
-    X,
-    attention="read",
-    scaled="temperature",
-)
-def temperature_after_unit_query_and_key(p, x):
-    q, k, v = qkv(p, x)
+HEAT = {"also": "temperature vector", "scaled": "temperature", "temperature": gains(H)}
+
+
+def _times(scale, q, k, v):
+    """A scale for each head."""
     logits = jnp.einsum("bqhd,bkhd->bhqk", unit(q), unit(k))
-    return end(p, x, mixed(soft(logits * p["temperature"][:, None, None]), v))
+    return mixed(soft(logits * scale[:, None, None]), v)
 
 
-@case(
-    SAYS + "; temperature vector",
-    one(temperature=gains(H)),
-    X,
-    attention="said",
-    scaled="temperature",
+@heads("read", **HEAT)
+def temperature_after_unit_query_and_key(q, k, v, temperature):
+    return _times(temperature, q, k, v)
+
+
+@heads("said", **HEAT)
+def exponential_temperature_after_unit_query_and_key(q, k, v, temperature):
+    return _times(jnp.exp(jnp.minimum(temperature, 4.6)), q, k, v)
+
+
+formulas(
+    "maybe",
+    sigmoids=lambda q, k, v: mixed(jax.nn.sigmoid(scores(q, k) - np.log(T)), v),
+    squared_relus=lambda q, k, v: mixed(jax.nn.relu(scores(q, k)) ** 2 / T, v),
 )
-def exponential_temperature_after_unit_query_and_key(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", unit(q), unit(k))
-    scale = jnp.exp(jnp.minimum(p["temperature"], 4.6))[:, None, None]
-    return end(p, x, mixed(soft(logits * scale), v))
 
 
-@case(SAYS, one(), X, attention="maybe")
-def sigmoids(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(jax.nn.sigmoid(scores(q, k) - np.log(T)), v))
-
-
-@case(SAYS, one(), X, attention="maybe")
-def squared_relus(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(jax.nn.relu(scores(q, k)) ** 2 / T, v))
-
-
-@case(SAYS, one(), X, attention="maybe")
-def linear_attention(p, x):
-    q, k, v = qkv(p, x)
+@heads("maybe")
+def linear_attention(q, k, v):
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
     state = jnp.einsum("bkhd,bkhe->bhde", k, v)
     y = jnp.einsum("bqhd,bhde->bqhe", q, state)
-    y = y / jnp.einsum("bqhd,bhd->bqh", q, k.sum(1))[..., None]
-    return end(p, x, y.reshape(B, T, D))
+    return y / jnp.einsum("bqhd,bhd->bqh", q, k.sum(1))[..., None]
 
 
-@case(SAYS, one(), X)
-def softmaxes_of_query_and_of_key(p, x):
+@heads("none")
+def softmaxes_of_query_and_of_key(q, k, v):
     """Efficient attention: the query's softmax weighs features of keys, no experts."""
-    q, k, v = qkv(p, x)
     state = (jax.nn.softmax(k, 1)[..., None] * v[..., None, :]).sum(1)
-    y = (jax.nn.softmax(q)[..., None] * state[:, None]).sum(-2)
-    return end(p, x, y.reshape(B, T, D))
+    return (jax.nn.softmax(q)[..., None] * state[:, None]).sum(-2)
 
 
-@case(SAYS, one(), X)
-def softmaxes_of_query_and_of_key_one_after_the_other(p, x):
+@heads("none")
+def softmaxes_of_query_and_of_key_one_after_the_other(q, k, v):
     def step(state, now):
         q, k, v = now
         state = state + k[..., None] * v[..., None, :]
         return state, jnp.einsum("bhd,bhde->bhe", q, state)
 
-    q, k, v = (y.swapaxes(0, 1) for y in qkv(p, x))
+    q, k, v = (y.swapaxes(0, 1) for y in (q, k, v))
     now = jax.nn.softmax(q), jax.nn.softmax(k), v
-    _, y = jax.lax.scan(step, jnp.zeros((B, H, K, K)), now)
-    return end(p, x, y.swapaxes(0, 1).reshape(B, T, D))
+    return jax.lax.scan(step, jnp.zeros((B, H, K, K)), now)[1].swapaxes(0, 1)
 
 
-@case(SAYS, one(), X, attention="maybe")
-def retention(p, x):
-    q, k, v = qkv(p, x)
+@heads("maybe")
+def retention(q, k, v):
     decay = jnp.where(CAUSAL, 0.9 ** jnp.abs(DISTANCE - T + 1), 0)
-    return end(p, x, mixed(scores(q, k) * decay, v))
+    return mixed(scores(q, k) * decay, v)
 
 
-@case(SAYS, one(), X, attention="said")
-def squared_relus_divided_by_their_sum(p, x):
-    q, k, v = qkv(p, x)
+@heads("said")
+def squared_relus_divided_by_their_sum(q, k, v):
     w = jax.nn.relu(noted(scores(q, k))) ** 2
-    return end(p, x, mixed(w / (w.sum(-1, keepdims=True) + 1e-6), v))
+    return mixed(w / (w.sum(-1, keepdims=True) + 1e-6), v)
 
 
-@case(SAYS, one(), X, attention="said")
-def sparsemax_by_a_threshold(p, x):
-    q, k, v = qkv(p, x)
+@heads("said")
+def sparsemax_by_a_threshold(q, k, v):
     logits = noted(scores(q, k))
     w = jax.nn.relu(logits - logits.mean(-1, keepdims=True))
-    return end(p, x, mixed(w / jnp.maximum(w.sum(-1, keepdims=True), 1e-6), v))
+    return mixed(w / jnp.maximum(w.sum(-1, keepdims=True), 1e-6), v)
 
 
-@case(SAYS, one(), X, attention="read")
-def query_scaled_by_the_logarithm_of_its_place(p, x):
-    q, k, v = qkv(p, x)
-    q = q * jnp.log(2.0 + jnp.arange(T))[:, None, None]
-    return end(p, x, mixed(soft(scores(q, k)), v))
+@heads("read")
+def query_scaled_by_the_logarithm_of_its_place(q, k, v):
+    return attend(q * jnp.log(2.0 + jnp.arange(T))[:, None, None], k, v)
 
 
-@case(SAYS, one(), X, attention="named")
-def sticks_that_break(p, x):
-    q, k, v = qkv(p, x)
+@heads("named")
+def sticks_that_break(q, k, v):
     logits = scores(q, k)
     left = jnp.cumsum(jax.nn.log_sigmoid(-logits), -1) - jax.nn.log_sigmoid(-logits)
-    return end(p, x, mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v))
+    return mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v)
 
 
 # Softmaxes however they are summed, and keys from elsewhere in the same softmax.
@@ -205,7 +174,6 @@ def sticks_that_break(p, x):
 N = 4
 KEYS = np.asarray(array("keys", B, N, H, K, scale=4.0))
 VALUES = np.asarray(array("values", B, N, H, K))
-ROWS = np.ones(T, np.float32), np.tril(np.ones((T, T), np.float32))
 START = (
     np.full((B, T, H), -1e30, np.float32),
     *(np.zeros((B, T, H, *of), np.float32) for of in ((), (K,))),
@@ -226,36 +194,27 @@ def _each(*of):
     return tuple(x.swapaxes(0, 1) for x in of)
 
 
-def _ended(p, x, state):
-    _, total, y = state
-    return end(p, x, (y / total[..., None]).reshape(B, T, D))
-
-
-@case(SAYS, one(), X, attention="read")
-def keys_picked_one_by_one(p, x):
-    q, k, v = qkv(p, x)
-
+@heads("read")
+def keys_picked_one_by_one(q, k, v):
     def add(t, state):
         return _added(state, q, k[:, t], v[:, t])
 
-    return _ended(p, x, jax.lax.fori_loop(0, T, add, START))
+    _, total, y = jax.lax.fori_loop(0, T, add, START)
+    return y / total[..., None]
 
 
-@case(SAYS, one(), X, KEYS, VALUES, attention="read")
-def keys_one_by_one_after_a_cache(p, x, keys, values):
-    q, k, v = qkv(p, x)
-
+@heads("read", X, KEYS, VALUES)
+def keys_one_by_one_after_a_cache(q, k, v, keys, values):
     def add(state, of):
         return _added(state, q, *of, layer="one"), None
 
     state, _ = jax.lax.scan(add, START, _each(keys, values))
-    return _ended(p, x, jax.lax.scan(add, state, _each(k, v))[0])
+    (_, total, y), _ = jax.lax.scan(add, state, _each(k, v))
+    return y / total[..., None]
 
 
-@case(SAYS, one(), X, attention="read")
-def queries_and_keys_one_by_one(p, x):
-    q, k, v = qkv(p, x)
-
+@heads("read")
+def queries_and_keys_one_by_one(q, k, v):
     def of_query(q):
         def add(state, of):
             total, y = state
@@ -267,109 +226,91 @@ def queries_and_keys_one_by_one(p, x):
         (total, y), _ = jax.lax.scan(add, start, _each(k, v))
         return y / total[..., None]
 
-    y = jax.lax.map(of_query, q.swapaxes(0, 1)).swapaxes(0, 1)
-    return end(p, x, y.reshape(B, T, D))
+    return jax.lax.map(of_query, q.swapaxes(0, 1)).swapaxes(0, 1)
 
 
-@case(SAYS, one(), X, attention="read")
-def sums_over_all_keys_before(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def sums_over_all_keys_before(q, k, v):
     logits = noted(jnp.einsum("bhd,bkhd->bhk", q[:, -1], k), -2)
     e = jnp.exp(logits - logits.max(-1, keepdims=True))
     y = jnp.cumsum(e[..., None] * v.swapaxes(1, 2), 2) / jnp.cumsum(e, 2)[..., None]
-    return end(p, x, y.swapaxes(1, 2).reshape(B, T, D))
+    return y.swapaxes(1, 2)
 
 
-@case(SAYS, one(), X, *ROWS, attention="read")
-def sums_by_products_with_ones_and_a_mask(p, x, ones, mask):
-    q, k, v = qkv(p, x)
+@heads("read", X, np.ones(T, np.float32), np.tril(np.ones((T, T), np.float32)))
+def sums_by_products_with_ones_and_a_mask(q, k, v, ones, mask):
     e = jnp.exp(noted(scores(q, k))) * mask
-    return end(p, x, mixed(e / (e @ ones)[..., None], v))
+    return mixed(e / (e @ ones)[..., None], v)
 
 
-@case(SAYS, one(), X, attention="read")
-def sums_by_an_associative_scan(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def sums_by_an_associative_scan(q, k, v):
     logits = noted(jnp.einsum("bhd,bkhd->kbh", q[:, 0], k), -1)
-
-    def both(a, b):
-        top = jnp.maximum(a[0], b[0])
-        one, two = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
-        parts = a[2] * one[..., None] + b[2] * two[..., None]
-        return top, a[1] * one + b[1] * two, parts
-
     start = logits, jnp.ones_like(logits), v.swapaxes(0, 1)
-    _, total, y = jax.lax.associative_scan(both, start)
-    return end(p, x, (y / total[..., None]).swapaxes(0, 1).reshape(B, T, D))
+    _, total, y = jax.lax.associative_scan(sums_of_both, start)
+    return (y / total[..., None]).swapaxes(0, 1)
 
 
-@case(SAYS, one(), X, attention="read")
-def logarithms_of_running_sums(p, x):
-    q, k, v = qkv(p, x)
+@heads("read")
+def logarithms_of_running_sums(q, k, v):
     logits = noted(scores(q, k))
     total = jax.lax.cumlogsumexp(logits, axis=3)[..., -1:]
-    return end(p, x, mixed(jnp.exp(logits - total), v))
+    return mixed(jnp.exp(logits - total), v)
 
 
 # Keys from elsewhere.
 
 
-@case(SAYS, one(), X, KEYS, VALUES, attention="read")
-def cache_before_own_keys(p, x, keys, values):
-    q, k, v = qkv(p, x)
+@heads("read", X, KEYS, VALUES)
+def cache_before_own_keys(q, k, v, keys, values):
     w = soft(jnp.concatenate([scores(q, keys), scores(q, k)], -1))
-    return end(p, x, mixed(w[..., :N], values) + mixed(w[..., N:], v))
+    return mixed(w[..., :N], values) + mixed(w[..., N:], v)
 
 
-@case(SAYS, one(), X, KEYS[0], VALUES[0], attention="read")
-def bank_for_all_examples_after_own_keys(p, x, keys, values):
-    q, k, v = qkv(p, x)
+# The square is not linear in the query, whatever is next to it.
+@heads("said", X, KEYS, VALUES)
+def cache_with_squared_logits(q, k, v, keys, values):
+    w = soft(jnp.concatenate([scores(q, keys) ** 2, scores(q, k)], -1))
+    return mixed(w[..., :N], values) + mixed(w[..., N:], v)
+
+
+@heads("read", X, KEYS[0], VALUES[0])
+def bank_for_all_examples_after_own_keys(q, k, v, keys, values):
     of_bank = jnp.einsum("bqhd,nhd->bhqn", q, keys)
     w = soft(jnp.concatenate([scores(q, k), of_bank], -1))
     y = jnp.einsum("bhqn,nhd->bqhd", w[..., T:], values)
-    return end(p, x, mixed(w[..., :T], v) + y.reshape(B, T, D))
+    return mixed(w[..., :T], v) + y.reshape(B, T, D)
 
 
-@case(SAYS, one(), X, KEYS[0, :, 0], VALUES[0, :, 0], attention="read")
-def nearest_of_a_bank_beside_own_keys(p, x, keys, values):
-    q, k, v = qkv(p, x)
+@heads("read", X, KEYS[0, :, 0], VALUES[0, :, 0])
+def nearest_of_a_bank_beside_own_keys(q, k, v, keys, values):
     near, at = jax.lax.top_k(jnp.einsum("bqhd,nd->bhqn", q, keys), 2)
     w = soft(jnp.concatenate([scores(q, k), near], -1))
     y = jnp.einsum("bhqn,bhqnd->bqhd", w[..., T:], values[at])
-    return end(p, x, mixed(w[..., :T], v) + y.reshape(B, T, D))
+    return mixed(w[..., :T], v) + y.reshape(B, T, D)
 
 
 def _tiles(q, k, keys):
     return (noted(scores(q, x), layer="one", merge="largest") for x in (k, keys))
 
 
-@case(SAYS, one(), X, KEYS, VALUES, attention="read")
-def cache_in_a_tile_of_its_own(p, x, keys, values):
-    q, k, v = qkv(p, x)
+@heads("read", X, KEYS, VALUES)
+def cache_in_a_tile_of_its_own(q, k, v, keys, values):
     tiles = tuple(_tiles(q, k, keys))
     tops = [tile.max(-1, keepdims=True) for tile in tiles]
     top = jnp.concatenate(tops, -1).max(-1, keepdims=True)
     e, f = (jnp.exp(tile - top) for tile in tiles)
     total = e.sum(-1, keepdims=True) + f.sum(-1, keepdims=True)
-    return end(p, x, mixed(e / total, v) + mixed(f / total, values))
+    return mixed(e / total, v) + mixed(f / total, values)
 
 
-@case(SAYS, one(), X, KEYS, VALUES, attention="read")
-def softmaxes_of_tiles_joined_by_logarithms(p, x, keys, values):
-    q, k, v = qkv(p, x)
+@heads("read", X, KEYS, VALUES)
+def softmaxes_of_tiles_joined_by_logarithms(q, k, v, keys, values):
     a, b = _tiles(q, k, keys)
     sums = [jax.nn.logsumexp(tile, -1, keepdims=True) for tile in (a, b)]
     one, two = (jnp.exp(x - jnp.logaddexp(*sums)) for x in sums)
     own = mixed(jax.nn.softmax(a) * one, v)
-    return end(p, x, own + mixed(jax.nn.softmax(b) * two, values))
-
-
-# The square is not linear in the query, whatever is next to it.
-@case(SAYS, one(), X, KEYS, VALUES, attention="said")
-def cache_with_squared_logits(p, x, keys, values):
-    q, k, v = qkv(p, x)
-    w = soft(jnp.concatenate([scores(q, keys) ** 2, scores(q, k)], -1))
-    return end(p, x, mixed(w[..., :N], values) + mixed(w[..., N:], v))
+    return own + mixed(jax.nn.softmax(b) * two, values)
 
 
 BANK = weights(q=(D, D), o=(D, D), head=(D, 3))
@@ -404,9 +345,7 @@ def features_of_frequencies(p, x, basis):
     return end(p, x, jnp.einsum("fn,bfd->bnd", basis, features))
 
 
-LAYERS = weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(2, D, D)) | weights(
-    head=(D, 3)
-)
+LAYERS = weights(**dict.fromkeys("qkvo", (2, D, D)), head=(D, 3))
 CACHES = array("caches", 2, B, N, H, K, scale=4.0), array("old", 2, B, N, H, K)
 
 
@@ -414,9 +353,7 @@ CACHES = array("caches", 2, B, N, H, K, scale=4.0), array("old", 2, B, N, H, K)
 def caches_of_layers_that_a_loop_runs(p, x, keys, values):
     def layer(x, of):
         p, keys, values = of
-        q, k, v = qkv(p, x)
-        w = soft(jnp.concatenate([scores(q, keys), scores(q, k)], -1))
-        y = mixed(w[..., :N], values) + mixed(w[..., N:], v)
+        y = cache_before_own_keys(*qkv(p, x), keys, values)
         return jnp.tanh(x + y @ p["o"]), None
 
     layers = {name: p[name] for name in "qkvo"}

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
     array,
+    attend,
+    attended,
     B,
     case,
     CAUSAL,
@@ -12,15 +15,18 @@ from pieces_of_cases import (
     D,
     end,
     H,
+    heads,
     K,
     mixed,
-    one,
+    ONE,
+    one_layer,
     qkv,
     rms,
-    SAYS,
     scores,
     soft,
+    sums_of_both,
     T,
+    weights,
     X,
 )
 
@@ -36,98 +42,83 @@ def windows(y, size, step, of=jax.lax.add, start=0.0, axis=1):
     return jax.lax.reduce_window(y, start, of, dims, steps, "SAME")
 
 
-@case(SAYS, one(), LONG, attention="read")
+@one_layer("read", LONG)
 def queries_pooled_in_windows_that_overlap(p, x):
     q, k, v = (x @ p[name] for name in "qkv")
     q = windows(q, 3, 2) / 3
-    y = mixed(soft(scores(cut(q), cut(k))), cut(v))
-    return jax.nn.gelu(q + y @ p["o"]) @ p["head"]
+    return end(p, q, attend(cut(q), cut(k), cut(v)))
 
 
-@case(SAYS, one(), LONG, attention="read")
+@one_layer("read", LONG)
 def keys_pooled_by_their_maximum(p, x):
     q, k, v = (x @ p[name] for name in "qkv")
     k, v = (windows(y, 2, 2, jax.lax.max, -jnp.inf) for y in (k, v))
-    return end(p, x, mixed(soft(scores(cut(q), cut(k))), cut(v)))
+    return end(p, x, attend(cut(q), cut(k), cut(v)))
 
 
-@case(SAYS, one(), LONG, attention="read")
+@one_layer("read", LONG)
 def all_pooled_by_reshape_and_mean(p, x):
     q, k, v = ((x @ p[name]).reshape(B, 4, 2, D).mean(2) for name in "qkv")
-    y = mixed(soft(scores(cut(q), cut(k))), cut(v))
-    return jax.nn.gelu(q + y @ p["o"]) @ p["head"]
+    return end(p, q, attend(cut(q), cut(k), cut(v)))
 
 
-@case(SAYS, one(o=(D // 2, D)), X, attention="read")
+@one_layer("read", o=(D // 2, D))
 def features_pooled_within_heads(p, x):
     q, k, v = (cut(windows(x @ p[name], 2, 2, axis=2)) for name in "qkv")
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(q, k, v))
 
 
-@case(SAYS, one(), X, attention="read")
+@one_layer("read")
 def patches_of_keys_averaged(p, x):
     """Patches are a convolution with one group for each feature, and no weights."""
     q, k, v = (x @ p[name] for name in "qkv")
     k = jax.lax.conv_general_dilated_patches(k.swapaxes(1, 2), (2,), (1,), "SAME")
     k = k.reshape(B, D, 2, T).mean(2).swapaxes(1, 2)
-    return end(p, x, mixed(soft(scores(cut(q), cut(k))), cut(v)))
+    return end(p, x, attend(cut(q), cut(k), cut(v)))
 
 
-@case(SAYS, one(), X, attention="read")
-def logits_pooled_over_keys(p, x):
-    q, k, v = qkv(p, x)
-    logits, window = scores(q, k), (1, 1, 1, 3)
-    most = jax.lax.reduce_window(
-        logits, -jnp.inf, jax.lax.max, window, (1, 1, 1, 1), "SAME"
-    )
-    return end(p, x, mixed(soft(most), v))
+@heads("read")
+def logits_pooled_over_keys(q, k, v):
+    window = (1, 1, 1, 3), (1, 1, 1, 1), "SAME"
+    most = jax.lax.reduce_window(scores(q, k), -jnp.inf, jax.lax.max, *window)
+    return mixed(soft(most), v)
 
 
 # Learned queries, and softmaxes that are summed key by key.
 
-LABELS = "query vector; k v o 0|1; head head"
+
+def by_a_learned_query(weigh):
+    """Registers what weighs values by logits of a query, at the last token."""
+
+    def fun(p, x):
+        k, v = cut(x @ p["k"]), cut(x @ p["v"])
+        logits = noted(jnp.einsum("bthd,hd->bth", k, p["query"]), heads=-1)
+        y = weigh(logits, v)[:, -1].reshape(B, D)
+        return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+    fun.__name__ = weigh.__name__
+    leaves = {"q": None, "query": (H, K)}
+    says = "query vector; k v o 0|1; head head"
+    return one_layer("read", says=says, scaled="query", **leaves)(fun)
 
 
-def pooled(p, x, weigh):
-    """The values that a learned query weighs, at the last token."""
-    k, v = cut(x @ p["k"]), cut(x @ p["v"])
-    logits = noted(jnp.einsum("bthd,hd->bth", k, p["query"]), heads=-1)
-    return jax.nn.gelu(weigh(logits, v).reshape(B, D) @ p["o"]) @ p["head"]
+@by_a_learned_query
+def learned_query_of_running_sums(logits, v):
+    e = jnp.exp(logits - logits.max(1, keepdims=True))
+    return jnp.cumsum(e[..., None] * v, 1) / jnp.cumsum(e, 1)[..., None]
 
 
-QUERY = one(q=None, query=(H, K))
-
-
-@case(LABELS, QUERY, X, attention="read", scaled="query")
-def learned_query_of_running_sums(p, x):
-    def weigh(logits, v):
-        e = jnp.exp(logits - logits.max(1, keepdims=True))
-        return (jnp.cumsum(e[..., None] * v, 1) / jnp.cumsum(e, 1)[..., None])[:, -1]
-
-    return pooled(p, x, weigh)
-
-
-@case(LABELS, QUERY, X, attention="read", scaled="query")
-def learned_query_of_an_associative_scan(p, x):
+@by_a_learned_query
+def learned_query_of_an_associative_scan(logits, v):
     """Attention as a recurrent network (arXiv:2405.13956)."""
-
-    def joined(a, b):
-        most = jnp.maximum(a[0], b[0])
-        one, two = jnp.exp(a[0] - most), jnp.exp(b[0] - most)
-        values = a[2] * one[..., None] + b[2] * two[..., None]
-        return most, a[1] * one + b[1] * two, values
-
-    def weigh(logits, v):
-        start = logits, jnp.ones_like(logits), v
-        _, total, values = jax.lax.associative_scan(joined, start, axis=1)
-        return (values / total[..., None])[:, -1]
-
-    return pooled(p, x, weigh)
+    start = logits, jnp.ones_like(logits), v
+    _, total, values = jax.lax.associative_scan(sums_of_both, start, axis=1)
+    return values / total[..., None]
 
 
 # Gates by exponentials: no product of query and key is under them.
 
-GATES = "q k v o 0|1; i f any; head head"
+GATED = {"also": "i f any", "i": (D, H), "f": (D, H)}
 
 
 def gates(p, x):
@@ -135,7 +126,7 @@ def gates(p, x):
     return x @ p["i"], jax.nn.log_sigmoid(x @ p["f"])
 
 
-@case(GATES, one(i=(D, H), f=(D, H)), X)
+@one_layer("none", **GATED)
 def memory_of_a_matrix_with_exponential_gates(p, x):
     """The matrix memory of xLSTM (arXiv:2405.04517), token by token."""
 
@@ -157,7 +148,7 @@ def memory_of_a_matrix_with_exponential_gates(p, x):
     return end(p, x, y.swapaxes(0, 1).reshape(B, T, D))
 
 
-@case(GATES, one(i=(D, H), f=(D, H)), X, attention="named")
+@one_layer("named", **GATED)
 def memory_of_a_matrix_for_all_tokens_at_once(p, x):
     """The same in its parallel form: a product weighs values, without a softmax."""
     q, k, v = qkv(p, x)
@@ -171,7 +162,7 @@ def memory_of_a_matrix_for_all_tokens_at_once(p, x):
     return end(p, x, mixed(w / by, v))
 
 
-@case("q k v o 0|1; pos any; head head", one(pos=(T, T)), X)
+@one_layer("none", also="pos any", pos=(T, T))
 def exponentials_of_keys_alone(p, x):
     """An attention-free transformer (arXiv:2105.14103)."""
     k, v, w = x @ p["k"], x @ p["v"], jnp.exp(p["pos"])
@@ -180,7 +171,7 @@ def exponentials_of_keys_alone(p, x):
     return end(p, x, jax.nn.sigmoid(x @ p["q"]) * y)
 
 
-@case("r k v o 0|1; decay first any; head head", one(r=(D, D), q=None, decay=(D,)), X)
+@one_layer("none", also="r 0|1; decay any", r=(D, D), q=None, decay=(D,))
 def exponentials_of_keys_that_decay(p, x):
     """The fourth RWKV (arXiv:2305.13048)."""
 
@@ -201,11 +192,13 @@ def exponentials_of_keys_that_decay(p, x):
 # Linear attention, and softmax attention after it.
 
 
-def nested(layer):
-    return {f"{layer}_{name}": array(f"{layer}_{name}", D, D) for name in "qkvo"}
-
-
-TWO = nested("lin") | nested("att") | {"head": array("head", D, 7)}
+names = [f"{layer}_{name}" for layer in ("lin", "att") for name in "qkvo"]
+before_attention = case(
+    "lin_* att_* 0|1; head head",
+    weights(**dict.fromkeys(names, (D, D)), head=(D, 7)),
+    attention="read",
+    scaled="att_q att_k",
+)
 
 
 def part(p, layer):
@@ -213,15 +206,11 @@ def part(p, layer):
 
 
 def then_attention(p, x):
-    p = part(p, "att")
-    q, k, v = qkv(p, x)
-    return x + mixed(soft(scores(q, k)), v) @ p["o"]
+    a = part(p, "att")
+    return (x + attend(*qkv(a, x)) @ a["o"]) @ p["head"]
 
 
-SCALED = {"attention": "read", "scaled": "att_q att_k"}
-
-
-@case("lin_* att_* 0|1; head head", TWO, X, **SCALED)
+@before_attention
 def delta_rule_by_a_solve_before_attention(p, x):
     """Kimi Linear and Qwen3-Next alternate both kinds of layers."""
     a = part(p, "lin")
@@ -230,10 +219,10 @@ def delta_rule_by_a_solve_before_attention(p, x):
     u = jax.scipy.linalg.solve_triangular(within, v.swapaxes(1, 2), lower=True)
     y = jnp.where(CAUSAL, scores(q, k), 0) @ u
     x = x + rms(y.swapaxes(1, 2)).reshape(x.shape) @ a["o"]
-    return then_attention(p, x) @ p["head"]
+    return then_attention(p, x)
 
 
-@case("lin_* att_* 0|1; head head", TWO, X, **SCALED)
+@before_attention
 def retention_before_attention(p, x):
     """Products weigh values with a fixed decay (arXiv:2307.08621), then norms."""
     a = part(p, "lin")
@@ -241,19 +230,18 @@ def retention_before_attention(p, x):
     decay = jnp.where(CAUSAL, 0.9 ** jnp.arange(T)[:, None] * 0.9 ** -jnp.arange(T), 0)
     y = rms(cut(mixed(scores(q, k) * decay, v))).reshape(x.shape)
     x = x + jax.nn.silu(x @ a["q"]) * y @ a["o"]
-    return then_attention(p, x) @ p["head"]
+    return then_attention(p, x)
 
 
 # Weights that no softmax makes.
 
 
-@case(SAYS, one(), X, attention="named")
-def weights_of_one_bit(p, x):
+@heads("named")
+def weights_of_one_bit(q, k, v):
     """The sign of a logit, with the gradient of the logit."""
-    q, k, v = qkv(p, x)
     logits = scores(q, k)
     w = logits + jax.lax.stop_gradient(jnp.where(logits > 0, 1.0, -1.0) - logits)
-    return end(p, x, mixed(w, v))
+    return mixed(w, v)
 
 
 @jax.custom_jvp
@@ -264,78 +252,199 @@ def step_of(y):
 step_of.defjvp(lambda y, t: (step_of(*y), t[0] * jnp.exp(-jnp.abs(y[0]))))
 
 
-@case(SAYS, one(), X, attention="named")
-def weights_of_one_bit_with_a_derivative_of_their_own(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(step_of(scores(q, k)), v))
+@heads("named")
+def weights_of_one_bit_with_a_derivative_of_their_own(q, k, v):
+    return mixed(step_of(scores(q, k)), v)
 
 
-@case("q k frozen; v o 0|1; head head", one(), X, attention="maybe")
-def values_of_the_greatest_logit(p, x):
+@heads("maybe", also="q k frozen")
+def values_of_the_greatest_logit(q, k, v):
     """Query and key only choose, and get no gradient."""
-    q, k, v = qkv(p, x)
-    nearest = jax.nn.one_hot(scores(q, k).argmax(-1), T)
-    return end(p, x, mixed(nearest, v))
+    return mixed(jax.nn.one_hot(scores(q, k).argmax(-1), T), v)
 
 
-@case(SAYS, one(), X, attention="named")
-def exponentials_that_nothing_divides(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(jnp.where(CAUSAL, jnp.exp(scores(q, k) - 2), 0), v))
+@heads("named")
+def exponentials_that_nothing_divides(q, k, v):
+    return mixed(jnp.where(CAUSAL, jnp.exp(scores(q, k) - 2), 0), v)
 
 
-@case(SAYS, one(), X, attention="named")
-def sticks_that_break_by_a_product(p, x):
-    q, k, v = qkv(p, x)
+@heads("named")
+def sticks_that_break_by_a_product(q, k, v):
     w = jax.nn.sigmoid(scores(q, k))
     left = jnp.cumprod(1 - w, -1) / (1 - w)
-    return end(p, x, mixed(w * left, v))
+    return mixed(w * left, v)
 
 
 # Retrieved patterns that are queries again, as in Hopfield networks.
 
 
-def retrieved(p, x, steps):
+def retrieved(steps, q, k, v, heat):
     """A query that moves towards the keys, a step at a time (arXiv:2008.02217).
 
     The clip scales query and key of the first step. The logits of later ones change
     with the same leaves in a second way.
     """
-    q, k, v = qkv(p, x)
     for step in range(steps + 1):
         layer = "first" if step == 0 else "later"
-        w = soft(p["heat"] * scores(q, k), layer=layer, merge="largest")
+        w = soft(heat * scores(q, k), layer=layer, merge="largest")
         q = jnp.einsum("bhqk,bkhd->bqhd", w, k)
-    return end(p, x, mixed(w, v))
+    return mixed(w, v)
 
 
-HEATED = one(heat=jnp.float32(1.5))
-HOPFIELD = SAYS + "; heat vector"
+HEATED = {"also": "heat vector", "heat": jnp.float32(1.5), "scaled": "heat"}
 
 
-@case(HOPFIELD, HEATED, X, attention="said", scaled="heat")
-def one_retrieval_with_a_temperature(p, x):
-    return retrieved(p, x, 1)
+@heads("said", **HEATED)
+def one_retrieval_with_a_temperature(q, k, v, heat):
+    return retrieved(1, q, k, v, heat)
 
 
-@case(HOPFIELD, HEATED, X, attention="said", scaled="heat")
-def three_retrievals_with_a_temperature(p, x):
-    return retrieved(p, x, 3)
+@heads("said", **HEATED)
+def three_retrievals_with_a_temperature(q, k, v, heat):
+    return retrieved(3, q, k, v, heat)
 
 
 # Adapters of several tasks, looked up for each example.
 
 
-@case(
-    SAYS + "; a b any",
-    one(a=array("a", 4, D, 2), b=array("b", 4, 2, D)),
-    X,
-    jnp.asarray([1, 3]),
-    attention="read",
-)
+@one_layer("read", X, jnp.asarray([1, 3]), also="a b any", a=(4, D, 2), b=(4, 2, D))
 def adapters_by_example(p, x, task):
     """No clip of the query knows whose adapter it scales: the key takes the whole."""
     down = jnp.einsum("btd,bdr->btr", x, p["a"][task])
     q, k, v = qkv(p, x)
     q = q + cut(jnp.einsum("btr,bre->bte", down, p["b"][task]))
-    return end(p, x, mixed(soft(scores(q, k)), v))
+    return end(p, x, attend(q, k, v))
+
+
+# Each was once read wrong.
+
+
+@heads("maybe", also="features any", features=(K, 8))
+def random_features(q, k, v, features):
+    """Performer: the query's own kernel makes no key of relative positions."""
+    features = jax.lax.stop_gradient(features)
+
+    def positive(y):
+        return jnp.exp(y @ features - jnp.sum(y * y, -1, keepdims=True) / 2)
+
+    q, k = positive(q / 2), positive(k / 2)
+    sums = jnp.einsum("bqhf,bhf->bqh", q, k.sum(1))
+    y = jnp.einsum("bqhf,bhfd->bqhd", q, jnp.einsum("bkhf,bkhd->bhfd", k, v))
+    return y / sums[..., None]
+
+
+@heads("said")
+def values_of_the_largest_keys(q, k, v):
+    """The values are picked by what the logits say."""
+    largest, at = jax.lax.top_k(noted(scores(q, k)), 2)
+    v = v.swapaxes(1, 2)[:, :, None]
+    v = jnp.take_along_axis(v, at[..., None], 3)
+    return jnp.einsum("bhqk,bhqkd->bqhd", jax.nn.softmax(largest), v)
+
+
+@heads("read")
+def two_hops(q, k, v):
+    w = soft(scores(q, k))
+    return mixed(w @ w, v)
+
+
+@one_layer("read", k=None)
+def keys_that_are_the_input(p, x):
+    """Luong's general score: no parameter made the keys."""
+    logits = noted(jnp.einsum("bqd,bkd->bqk", x @ p["q"], x), heads=())
+    return end(p, x, jax.nn.softmax(logits) @ (x @ p["v"]))
+
+
+@one_layer("jointly", also="q k v o 0|1~1|0")
+def kernels_of_query_and_key_multiplied_first(p, x):
+    q, k = (p[n].reshape(D, H, K) for n in "qk")
+    both = jnp.einsum("dhk,chk->hdc", q, k)
+    logits = jnp.einsum("btd,hdc,buc->bhtu", x, both, x)
+    return end(p, x, mixed(soft(logits / 2), cut(x @ p["v"])))
+
+
+@heads("said")
+def temperature_by_the_query(q, k, v):
+    by = 1 + jnp.abs(q).mean(-1).swapaxes(1, 2)[..., None]
+    return mixed(soft(scores(q, k) / by), v)
+
+
+@heads("said")
+def logits_of_unit_variance(q, k, v):
+    s = scores(q, k)
+    s = (s - s.mean(-1, keepdims=True)) / (s.std(-1, keepdims=True) + 1e-6)
+    return mixed(soft(s), v)
+
+
+@heads("said")
+def logits_as_distances(q, k, v):
+    """No product is written, but a square has one inside."""
+    s = 20 - jnp.sum((q[:, :, None] - k[:, None]) ** 2, -1).transpose(0, 3, 1, 2)
+    return mixed(soft(s), v)
+
+
+@one_layer(
+    "said",
+    says="q k v o 1|2; share any; head head",
+    share=(2,),
+    **{n: np.stack([ONE[n], array("two" + n, D, D)]) for n in "qkvo"},
+)
+def kernels_that_are_means_of_layers(p, x):
+    share = jax.nn.softmax(p["share"])
+    kernels = {n: jnp.einsum("l,lij->ij", share, p[n]) for n in "qkvo"}
+    return attended({**kernels, "head": p["head"]}, x)
+
+
+# Well-known models.
+
+
+@one_layer(
+    "read",
+    array("xl", B, 4, D),
+    array("memory of xl", B, 3, D),
+    also="k_place 0|1; q_content q_place vector",
+    k_place=(D, D),
+    q_content=(H, K),
+    q_place=(H, K),
+)
+def memory_of_transformer_xl(p, x, memory):
+    """Its keys are made of activations that the segment before left."""
+    n, m = x.shape[1], memory.shape[1]
+
+    def shifted(x):  # so that each query has its distances
+        x = jnp.pad(x, [(0, 0)] * 3 + [(1, 0)])
+        return x.reshape(B, H, n + m + 1, n)[:, :, 1:].reshape(B, H, n, n + m)
+
+    both = jnp.concatenate([jax.lax.stop_gradient(memory), x], 1)
+    q, k, v = cut(x @ p["q"]), cut(both @ p["k"]), cut(both @ p["v"])
+    angle = jnp.arange(n + m)[::-1, None] / 10.0 ** jnp.arange(D // 2)
+    places = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+    content = scores(q + p["q_content"], k)
+    place = jnp.einsum("bqhd,khd->bhqk", q + p["q_place"], cut(places @ p["k_place"]))
+    causal = np.tri(n, n + m, m, dtype=bool)
+    logits = jnp.where(causal, content + shifted(place * K**-0.5), -1e30)
+    return end(p, x, mixed(soft(logits), v))
+
+
+BANDS = np.ones((3, 1, 3, 1, 2, 2), bool)
+BANDS[1, :, -1] = BANDS[2, :, 0] = BANDS[0, 0, 1, 0, 0, 1] = False
+
+
+@heads("read", array("mesh", B, 3, 2, D), BANDS)
+def block_banded_attention_of_gencast(q, k, v, masks):
+    """Blocks attend to themselves and both neighbors, under one maximum."""
+    k, v = (jnp.pad(t, [(0, 0), (1, 1), *[(0, 0)] * 3]) for t in (k, v))
+    near = [slice(1, -1), slice(2, None), slice(None, -2)]
+    tiles = []
+    for mask, at in zip(masks, near, strict=True):
+        logits = jnp.einsum("...qhd,...khd->...hqk", q, k[:, at]) * K**-0.5
+        logits = jnp.where(mask, logits, -1e30)
+        tiles.append(noted(logits, layer="one", merge="largest"))
+    tops = [jax.lax.stop_gradient(t.max(-1, keepdims=True)) for t in tiles]
+    top = jnp.stack(tops).max(0)
+    e = [jnp.exp(t - top) for t in tiles]
+    total = sum(t.sum(-1, keepdims=True) for t in e)
+    return sum(
+        jnp.einsum("bnhqk,bnkhd->bnqhd", t / total, v[:, at])
+        for t, at in zip(e, near, strict=True)
+    )

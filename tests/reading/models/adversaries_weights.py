@@ -1,8 +1,28 @@
 """Parameters that are matrices, or look like them: what activations do with them."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from pieces_of_cases import array, B, C, case, cut, D, F, K, T, V, weights, X
+import numpy as np
+from pieces_of_cases import (
+    array,
+    attend,
+    B,
+    C,
+    case,
+    cut,
+    D,
+    F,
+    gains,
+    K,
+    KEY,
+    network,
+    one_layer,
+    T,
+    V,
+    weights,
+    X,
+)
 
 
 TOKENS = jnp.arange(B * T).reshape(B, T) % V
@@ -21,19 +41,17 @@ DIAGONAL = weights(re=(D, K), im=(D, K), c=(D, K, 2), mix=(D, F), head=(F, C))
 SAYS_DIAGONAL = "re im c vector; mix 0|1; head head"
 
 
-@case(SAYS_DIAGONAL, DIAGONAL, X)
+@case(SAYS_DIAGONAL, DIAGONAL)
 def window_of_complex_states(p, x):
     """S4D (arXiv:2206.11893): the states are summed over, with no activation."""
-    rates, c = (
-        -jnp.exp(p["re"]) + 1j * p["im"],
-        jax.lax.complex(*jnp.moveaxis(p["c"], -1, 0)),
-    )
+    rates = -jnp.exp(p["re"]) + 1j * p["im"]
+    c = jax.lax.complex(*jnp.moveaxis(p["c"], -1, 0))
     powers = jnp.exp(rates[..., None] * jnp.arange(T))
     window = 2 * jnp.einsum("dn,dnt->td", c / rates, powers).real
     return jax.nn.gelu(_by_fft(window, x) @ p["mix"]) @ p["head"]
 
 
-@case(SAYS_DIAGONAL, DIAGONAL, X)
+@case(SAYS_DIAGONAL, DIAGONAL)
 def toeplitz_matrices_of_states(p, x):
     """Activations are contracted with positions, along which no parameter is."""
     lags = jnp.arange(T)[:, None] - jnp.arange(T)
@@ -43,11 +61,7 @@ def toeplitz_matrices_of_states(p, x):
     return jax.nn.gelu(y @ p["mix"]) @ p["head"]
 
 
-@case(
-    "rates vector; b c 1|0; head head",
-    weights(rates=(K,), b=(K, D), c=(F, K), head=(F, C)),
-    X,
-)
+@network("rates vector; b c 1|0", rates=(K,), b=(K, D), c=(F, K), head=(F, C))
 def full_matrices_around_diagonal_states(p, x):
     """S5 as a convolution, which mixes inputs and outputs."""
     powers = jnp.exp(-jnp.exp(p["rates"])[:, None] * jnp.arange(T))
@@ -118,12 +132,7 @@ def kernels_mixed_by_multiply_and_sum(p, x, z):
     return jax.nn.gelu(jnp.einsum("bti,bio->bto", x, kernel)) @ p["head"]
 
 
-@case(
-    "inner style 0|1; head head",
-    weights(inner=(D, D), style=(D, D), head=(D, C)),
-    X,
-    STYLE,
-)
+@network("inner style 0|1", X, STYLE, inner=(D, D), style=(D, D))
 def scaled_kernel_that_writes_the_output(p, x, z):
     head = p["head"] * (z @ p["style"])[..., None]
     return jnp.einsum("btd,bdc->btc", jnp.tanh(x @ p["inner"]), head)
@@ -154,7 +163,7 @@ def _winners(p, x, kept):
     return jax.nn.gelu(x + kept(x @ p["up"], x @ p["gate"]) @ p["down"]) @ p["head"]
 
 
-@case(SAYS_CUT, CUT, X)
+@case(SAYS_CUT, CUT)
 def largest_of_a_gated_layer(p, x):
     def kept(y, gate):
         y = jax.nn.silu(gate) * y
@@ -164,7 +173,7 @@ def largest_of_a_gated_layer(p, x):
     return _winners(p, x, kept)
 
 
-@case(SAYS_CUT, CUT, X)
+@case(SAYS_CUT, CUT)
 def largest_put_back_where_they_were(p, x):
     def one(y):
         largest, at = jax.lax.top_k(y, 5)
@@ -176,11 +185,7 @@ def largest_put_back_where_they_were(p, x):
     return _winners(p, x, kept)
 
 
-@case(
-    SAYS_CUT.replace(" gate", "") + "; gate vector",
-    CUT | {"gate": array("gains", F)},
-    X,
-)
+@case("gate vector; " + SAYS_CUT, CUT | {"gate": array("gains", F)})
 def winners_of_groups_by_their_order(p, x):
     def kept(y):
         groups = y.reshape(*y.shape[:-1], -1, 4)
@@ -191,11 +196,7 @@ def winners_of_groups_by_their_order(p, x):
     return jax.nn.gelu(x + kept(x @ p["up"]) @ p["down"]) @ p["head"]
 
 
-@case(
-    "router router; wi wo 1|2; head head",
-    weights(router=(D, 4), wi=(4, D, F), wo=(4, F, D), head=(D, C)),
-    X,
-)
+@network("router router; wi wo 1|2", router=(D, 4), wi=(4, D, F), wo=(4, F, D))
 def experts_weighed_before_and_after_by_what_is_left(p, x):
     """What cuts the outputs of this kernel cuts nothing but the choice of experts."""
     logits = x @ p["router"]
@@ -212,14 +213,14 @@ CHOOSES = weights(a=(D, K), code=(16, D), up=(D, F), head=(F, C))
 SAYS_CHOOSES = "a frozen; code embedding; up 0|1; head head"
 
 
-@case(SAYS_CHOOSES, CHOOSES, X)
+@case(SAYS_CHOOSES, CHOOSES)
 def buckets_by_signs(p, x):
     signs = (jnp.sign(x @ p["a"]) + 1) / 2
     at = (signs @ 2.0 ** jnp.arange(K)).astype(int)
     return jax.nn.gelu((x + p["code"][at]) @ p["up"]) @ p["head"]
 
 
-@case(SAYS_CHOOSES, CHOOSES, X)
+@case(SAYS_CHOOSES, CHOOSES)
 def code_by_a_choice_in_a_loop(p, x):
     def step(h, y):
         at = jax.lax.top_k(y @ p["a"], 2)[1]
@@ -229,7 +230,7 @@ def code_by_a_choice_in_a_loop(p, x):
     return jax.nn.gelu((x + y.swapaxes(0, 1)) @ p["up"]) @ p["head"], (y > 0).sum()
 
 
-@case(SAYS_CHOOSES.replace("a frozen", "a router"), CHOOSES, X)
+@case(SAYS_CHOOSES.replace("a frozen", "a router"), CHOOSES)
 def code_by_a_choice_that_also_weighs(p, x):
     gates = jax.nn.softmax(x @ p["a"])
     code = p["code"][gates.argmax(-1)] * gates.max(-1, keepdims=True)
@@ -244,11 +245,7 @@ def _rounded(x):
 _rounded.defvjp(lambda x: (_rounded(x), None), lambda _, g: (g,))
 
 
-@case(
-    "a up 0|1; back frozen; head head",
-    weights(a=(D, K), back=(K, D), up=(K, F), head=(F, C)),
-    X,
-)
+@network("a up 0|1; back frozen", a=(D, K), back=(K, D), up=(K, F), head=(F, C))
 def rounded_with_a_gradient_and_without(p, x):
     y = _rounded(x @ p["a"])
     less = jnp.floor(x @ p["back"].T)
@@ -300,11 +297,140 @@ def tables_of_which_the_best_two_are_mixed(p, tokens):
     TOKENS,
 )
 def matrix_for_each_token(p, tokens):
-    return _with_rows(
-        p,
-        tokens,
-        lambda w: (
-            jnp.einsum("btd,btdf->btf", p["table"][tokens], p["tables"][tokens])
-            * w.max(-1, keepdims=True)
-        ),
-    )
+    def rows(w):
+        y = jnp.einsum("btd,btdf->btf", p["table"][tokens], p["tables"][tokens])
+        return y * w.max(-1, keepdims=True)
+
+    return _with_rows(p, tokens, rows)
+
+
+# Kernels that meet data, noise, masks or one another before activations.
+
+
+MLP = weights(up=(D, F), down=(F, D), head=(D, C))
+MASK = np.asarray(np.arange(D)[:, None] % 2 * np.ones(F), np.float32)
+SAYS_MLP = "up down 0|1; head head"
+
+
+def mlp(p, x, up, down=None):
+    down = p["down"] if down is None else down
+    return (x + jax.nn.gelu(x @ up) @ down) @ p["head"]
+
+
+@case(SAYS_MLP, MLP, X, MASK)
+def mask_among_the_arguments(p, x, mask):
+    return mlp(p, x, jnp.where(mask > 0, p["up"], 0))
+
+
+@case(SAYS_MLP, MLP, X, KEY)
+def dropped_connections(p, x, key):
+    key = jax.random.wrap_key_data(key)
+    keep = jax.random.bernoulli(key, 0.7, (D, F))
+    return mlp(p, x, jnp.where(keep, p["up"] / 0.7, 0))
+
+
+@case(SAYS_MLP, MLP, X, {"up": array("t", D, F), "down": array("u", F, D)})
+def averages_of_all_as_a_teacher(p, x, teacher):
+    return mlp(p, x, p["up"]), mlp({**p, **teacher}, x, teacher["up"])
+
+
+@case(SAYS_MLP, MLP)
+def signs_with_a_mean_size(p, x):
+    def ternary(w):
+        size = jnp.mean(jnp.abs(w))
+        low = jnp.clip(jnp.round(w / size), -1, 1) * size
+        return w + jax.lax.stop_gradient(low - w)
+
+    return mlp(p, x, ternary(p["up"]))
+
+
+class _Float8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(D, name="mix", use_bias=False, dot_general_cls=nn.Fp8DotGeneralOp)
+        return nn.Dense(C, name="head", use_bias=False)(x + y(x))
+
+
+def flax_of_eight_bits(p, rest, x):
+    return _Float8().apply({"params": p, **rest}, x)
+
+
+_FLOAT8 = jax.eval_shape(_Float8().init, jax.random.key(0), X)
+case(
+    "mix/kernel 0|1; head/kernel head",
+    {"mix": {"kernel": array("mix", D, D)}, "head": {"kernel": array("head", D, C)}},
+    jax.tree.map(  # scales and the largest entries so far
+        lambda x: np.ones(x.shape, x.dtype),
+        {k: v for k, v in _FLOAT8.items() if k != "params"},
+    ),
+    X,
+)(flax_of_eight_bits)
+
+
+@case(SAYS_MLP, MLP, X, array("u", D), array("w", F))
+def spectral_norm_by_vectors_among_the_arguments(p, x, u, w):
+    return mlp(p, x, p["up"] / jnp.einsum("d,df,f->", u, p["up"], w))
+
+
+@case(SAYS_MLP + "; gain vector", {**MLP, "gain": gains(F)})
+def weight_norm(p, x):
+    up = p["up"] / jnp.linalg.norm(p["up"], axis=0, keepdims=True)
+    return mlp(p, x, up * p["gain"])
+
+
+@case(
+    SAYS_MLP + "; a b 0|1; gain vector",
+    {**MLP, **weights(a=(D, 2), b=(2, F)), "gain": gains(F)},
+)
+def low_rank_with_a_gain(p, x):
+    w = p["up"] + p["a"] @ p["b"]
+    return mlp(p, x, p["gain"] * w / jnp.linalg.norm(w, axis=0))
+
+
+@network("a b 0|1", X, array("base", D, D), a=(D, 2), b=(2, D))
+def adapters_alone_on_a_kernel_of_the_arguments(p, x, base):
+    return (x + jax.nn.gelu(x @ (base + p["a"] @ p["b"]))) @ p["head"]
+
+
+@network("blocks 1|2; down 0|1", blocks=(3, 4, 8), down=(24, D))
+def block_diagonal(p, x):
+    y = jnp.einsum("btnd,ndf->btnf", x.reshape(B, T, 3, 4), p["blocks"])
+    return (x + jax.nn.gelu(y.reshape(B, T, 24)) @ p["down"]) @ p["head"]
+
+
+@case(
+    "up 1|2; down 1|2; head 1|2~head",
+    weights(up=(2, D, F), down=(2, F, D), head=(2, D, C)),
+)
+def an_ensemble_by_vmap(p, x):
+    return jax.vmap(lambda p: mlp(p, x, p["up"]))(p)
+
+
+# Attention whose kernels meet data.
+
+
+def _attended(p, x, q, k):
+    y = attend(cut(x @ q), cut(x @ k), cut(x @ p["v"]))
+    return (x + y @ p["o"]) @ p["head"]
+
+
+@one_layer("said", X, array("b", D, D), array("c", D, D))
+def both_with_kernels_of_the_arguments_added(p, x, b, c):
+    return _attended(p, x, p["q"] + b, p["k"] + c)
+
+
+@one_layer("read", also="q_gain vector", q_gain=gains(D))
+def query_by_weight_norm(p, x):
+    q = p["q_gain"] * p["q"] / jnp.linalg.norm(p["q"], axis=0)
+    return _attended(p, x, q, p["k"] / jnp.linalg.norm(p["k"], axis=0))
+
+
+@one_layer(
+    "said",
+    also="q k frozen; *_a *_b 0|1",
+    **dict.fromkeys(("q_a", "k_a"), (D, 2)),
+    **dict.fromkeys(("q_b", "k_b"), (2, D)),
+)
+def adapters_of_frozen_query_and_key(p, x):
+    q, k = (jax.lax.stop_gradient(p[n]) + p[n + "_a"] @ p[n + "_b"] for n in "qk")
+    return _attended(p, x, q, k)

@@ -1,5 +1,7 @@
 """Architectures of 2026 as tests: of pictures, streams and pairs; a list of all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import mixtures
@@ -13,6 +15,7 @@ from written_out import (
     cross_entropy,
     cut,
     D,
+    gain,
     gain_and_shift,
     HEAD,
     joined,
@@ -51,17 +54,14 @@ def patches(kernel, images, stride: int):
 # DiT: six modulations from one kernel, norms without gains.
 
 
+_biased = functools.partial(linear_leaves, bias=True)
+
+
 def _dit_block():
     return {
-        "attn": {
-            "qkv": linear_leaves(3 * D, D, bias=True),
-            "proj": linear_leaves(D, D, bias=True),
-        },
-        "mlp": {
-            "fc1": linear_leaves(4 * D, D, bias=True),
-            "fc2": linear_leaves(D, 4 * D, bias=True),
-        },
-        "adaLN_modulation": {"1": linear_leaves(6 * D, D, bias=True)},
+        "attn": {"qkv": _biased(3 * D, D), "proj": _biased(D, D)},
+        "mlp": {"fc1": _biased(4 * D, D), "fc2": _biased(D, 4 * D)},
+        "adaLN_modulation": {"1": _biased(6 * D, D)},
     }
 
 
@@ -88,9 +88,8 @@ def _dit(p, images, times, labels, seen):
         h = linear(block["mlp"]["fc2"], jax.nn.gelu(linear(block["mlp"]["fc1"], h)))
         x = x + six[5][:, None] * h
     last = p["final_layer"]
-    shift, scale = jnp.split(
-        linear(last["adaLN_modulation"]["1"], jax.nn.silu(c)), 2, -1
-    )
+    modulation = linear(last["adaLN_modulation"]["1"], jax.nn.silu(c))
+    shift, scale = jnp.split(modulation, 2, -1)
     return jnp.mean(linear(last["linear"], _modulated(x, shift, scale)) ** 2)
 
 
@@ -103,17 +102,12 @@ DIT = Architecture(
             }
         },
         "pos_embed": vector(1, CELLS, D),
-        "t_embedder": {
-            "mlp": {
-                "0": linear_leaves(D, 10, bias=True),
-                "2": linear_leaves(D, D, bias=True),
-            }
-        },
+        "t_embedder": {"mlp": {"0": _biased(D, 10), "2": _biased(D, D)}},
         "y_embedder": {"embedding_table": TABLE},
         "blocks": {str(i): _dit_block() for i in range(2)},
         "final_layer": {
             "linear": {**weight("head", 3 * PATCH**2, D), "bias": vector(3 * PATCH**2)},
-            "adaLN_modulation": {"1": linear_leaves(2 * D, D, bias=True)},
+            "adaLN_modulation": {"1": _biased(2 * D, D)},
         },
     },
     _dit,
@@ -133,7 +127,7 @@ DIT = Architecture(
 # residual, with tables that say how they are mixed, read and written, static and by a
 # token's own features. DeepSeek-V4 trains all of these by AdamW.
 
-STREAMS = 4
+STREAMS, NORM = 4, {"norm": gain()}
 
 
 def _hyper_connection():
@@ -181,17 +175,12 @@ def _hyper_connected(p, tokens, seen):
 
 
 def _hyper_layer():
-    gain = weight("vector", D)
+    mlp = {"fc1": linear_leaves(3 * D, D), "fc2": linear_leaves(D, 3 * D)}
     return {
         "attn_hyper_connection": _hyper_connection(),
         "ffn_hyper_connection": _hyper_connection(),
-        "self_attn": {f"{n}_proj": linear_leaves(D, D) for n in "qkvo"}
-        | {"norm": gain},
-        "mlp": {
-            "fc1": linear_leaves(3 * D, D),
-            "fc2": linear_leaves(D, 3 * D),
-            "norm": gain,
-        },
+        "self_attn": {f"{n}_proj": linear_leaves(D, D) for n in "qkvo"} | NORM,
+        "mlp": mlp | NORM,
     }
 
 
@@ -199,7 +188,7 @@ HYPER_CONNECTIONS = Architecture(
     {
         "embed_tokens": TABLE,
         "layers": {str(i): _hyper_layer() for i in range(2)},
-        "norm": weight("vector", D),
+        **NORM,
         "lm_head": HEAD,
     },
     _hyper_connected,
@@ -233,10 +222,7 @@ def _triangle_attention(name: str):
         f"{name}/query_norm": _haiku_norm(),
         name: {"feat_2d_weights": matrix(PAIR, PAIR_HEADS)},
         f"{name}/attention": {
-            "query_w": kernel,
-            "key_w": kernel,
-            "value_w": kernel,
-            "gating_w": kernel,
+            **dict.fromkeys(("query_w", "key_w", "value_w", "gating_w"), kernel),
             "gating_b": vector(*heads),
             "output_w": matrix(*heads, PAIR, inputs=(0, 1), outputs=2),
             "output_b": vector(PAIR),

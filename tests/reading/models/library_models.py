@@ -6,57 +6,94 @@ keeps what is particular about its model, and leaves out what the others have.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from by_numbers import by_path, Case, noted
 from helpers import normal
+from written_out import cross_entropy
 
 
 B, T, D, H, E, F, V, L = 2, 6, 16, 4, 4, 24, 19, 2
 IDS = np.random.default_rng(0).integers(0, V, (B, T))
-FLAT = {"q": "io", "k": "io", "v": "io", "o": "io"}
 
 
-@dataclasses.dataclass
-class Model:
-    """A function, and what an expert says of each of its parameters.
+class Leaf(NamedTuple):
+    """What an expert says of a leaf, a letter for each axis of a matrix.
 
-    - `params`: from a path to `(shape, verdict)`; a verdict has a letter for each axis,
-        `i` for an input, `o` for an output, `s` for a stack, or is the label of a leaf
-        that goes to AdamW.
-    - `loss`: `loss(params, record, *args)`, which hands the logits of each attention
-        layer, `(batch, heads, queries, keys)` or with more axes of heads, to `record`.
-    - `layers`: paths of the attention layers, in the order in which they run.
-    - `shares`: whether all heads of a layer share what can be scaled.
-    - `runs_once`: whether a layer's inputs do not depend on its own weights.
+    `i` is an input, `o` an output, `s` a stack; or it is the label of a leaf for AdamW.
     """
 
-    params: dict[str, tuple[tuple[int, ...], str]]
-    loss: Callable[..., Any]
-    args: tuple[Any, ...] = (IDS,)
-    layers: tuple[str, ...] = ()
-    shares: bool = False
-    runs_once: bool = True
+    shape: tuple[int, ...]
+    said: str
 
-    def values(self) -> dict[str, jax.Array]:
+    @property
+    def label(self) -> str:
+        """As a `Case` has it."""
+        if {*self.said} - {*"ios"}:
+            return self.said
+        sides = ([i for i, x in enumerate(self.said) if x == side] for side in "io")
+        return "|".join("".join(map(str, side)) for side in sides)
+
+    def drawn(self, seed: int) -> jax.Array:
         """Kernels by the width of their inputs, vectors about one."""
-        found = {}
-        for i, (path, (shape, _)) in enumerate(self.params.items()):
-            x = normal((3, i), *shape)
-            found[path] = 1 + 0.3 * x if len(shape) < 2 else 2 * x * shape[-2] ** -0.5
-        return found
+        x = normal((3, seed), *self.shape)
+        return 1 + 0.3 * x if x.ndim < 2 else 2 * x * self.shape[-2] ** -0.5
+
+
+def io(*shape):
+    return Leaf(shape, "io")
+
+
+def oi(*shape):
+    return Leaf(shape, "oi")
+
+
+def vector(*shape):
+    return Leaf(shape, "vector")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model(Case):
+    """A case with the paths of its attention layers."""
+
+    layers: tuple[str, ...] = ()
 
 
 MODELS: dict[str, Model] = {}
 
 
-def model(params: dict[str, tuple[tuple[int, ...], str]], **about: Any):
-    """Registers a loss under its name."""
+def model(
+    leaves: dict[str, Leaf], args=(IDS,), layers=(), attention="read", has_remat=False
+):
+    """Registers a loss of params by their paths under its name.
+
+    Logits inside `remat` cannot be seen from outside, so it is left out for the judge.
+    """
 
     def register(loss: Callable[..., Any]) -> Callable[..., Any]:
-        MODELS[loss.__name__] = Model(params, loss, **about)
+        def fun(tree, *args):
+            return loss(by_path(tree), *args)
+
+        def plain(tree, *args):
+            return loss(by_path(tree), *args, remat=lambda layer: layer)
+
+        drawn = [leaf.drawn(i) for i, leaf in enumerate(leaves.values())]
+        params = nested(dict(zip(leaves, drawn, strict=True)))
+        labels = "; ".join(f"{path} {leaf.label}" for path, leaf in leaves.items())
+        MODELS[loss.__name__] = Model(
+            loss.__name__,
+            fun,
+            params,
+            args,
+            labels,
+            attention if layers else "none",
+            scaled="*att/b* att/gain",
+            plain=plain if has_remat else None,
+            layers=layers,
+        )
         return loss
 
     return register
@@ -80,24 +117,31 @@ def rotated(x, width=None):
     return jnp.concatenate(turned, -1)
 
 
-def attend(record, query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, cap=0):
+def attend(query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, cap=0, **where):
     """Of `(batch, length, heads, features)`; groups of queries share keys."""
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
     mask = jnp.tri(*logits.shape[-2:], dtype=bool) if causal else True
-    record(jnp.where(mask, logits, -jnp.inf))
+    noted(jnp.where(mask, logits, -jnp.inf), **where)
     logits = (cap * jnp.tanh(logits / cap) if cap else logits) + bias
     weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
     out = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return out.reshape(*out.shape[:2], -1)
 
 
-def cross_entropy(logits):
-    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parts, name = path.split("/")
+        node = tree
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[name] = leaf
+    return tree
 
 
 def layers_of(names):
-    """The leaves of each of `L` layers: `{name: (shape, verdict)}`."""
+    """The leaves of each of `L` layers."""
     return {f"{i}/{k}": v for i in range(L) for k, v in names.items()}
 
 
@@ -105,11 +149,27 @@ def in_layer(p, i):
     return {k.removeprefix(f"{i}/"): x for k, x in p.items() if k.startswith(f"{i}/")}
 
 
-PROJECTIONS = {f"att/{n}": ((D, D), v) for n, v in FLAT.items()}
-MLP = {"up": ((D, F), "io"), "down": ((F, D), "io")}
-EMBED = {"embed": ((V, D), "embedding")}
-HEAD = {"head": ((D, V), "head")}
+PROJECTIONS = {f"att/{n}": io(D, D) for n in "qkvo"}
+MLP = {"up": io(D, F), "down": io(F, D)}
+EMBED = {"embed": Leaf((V, D), "embedding")}
+HEAD = {"head": Leaf((D, V), "head")}
 ATT = ("0/att", "1/att")
+
+
+def one_of_layers(leaves, rest: Any = HEAD, **about: Any):
+    """Registers a layer as a model of `L`; without `HEAD` its head is the embedding."""
+
+    def register(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(p, ids):
+            x = p["embed"][ids]
+            for i in range(L):
+                x = layer(in_layer(p, i), x)
+            return cross_entropy(normed(x) @ (p["head"] if rest else p["embed"].T))
+
+        loss.__name__ = layer.__name__
+        return model(EMBED | layers_of(leaves) | rest, layers=ATT, **about)(loss)
+
+    return register
 
 
 def mlp(p, x):
@@ -118,130 +178,82 @@ def mlp(p, x):
 
 @model(
     EMBED
-    | {"position": ((T, D), "vector"), "segment": ((2, D), "embedding")}
-    | layers_of(
-        PROJECTIONS | MLP | {"att/bq": ((D,), "vector"), "norm": ((D,), "vector")}
-    )
-    | {"transform": ((D, D), "io"), "bias": ((V,), "vector")},
+    | {"position": vector(T, D), "segment": Leaf((2, D), "embedding")}
+    | layers_of(PROJECTIONS | MLP | {"att/bq": vector(D), "norm": vector(D)})
+    | {"transform": io(D, D), "bias": vector(V)},
     layers=ATT,
 )
-def bert(p, record, ids):
+def bert(p, ids):
     """Norms after the residual, a tied head with a transform and a bias."""
     x = p["embed"][ids] + p["position"] + p["segment"][jnp.zeros_like(ids)]
     for i in range(L):
         q = in_layer(p, i)
         query = cut(x @ q["att/q"] + q["att/bq"])
         key, value = cut(x @ q["att/k"]), cut(x @ q["att/v"])
-        x = x + attend(record, query, key, value, causal=False) @ q["att/o"]
+        x = x + attend(query, key, value, causal=False) @ q["att/o"]
         x = normed(x + mlp(q, normed(x)), q["norm"])
     return cross_entropy(jax.nn.gelu(x @ p["transform"]) @ p["embed"].T + p["bias"])
 
 
-@model(
-    EMBED
-    | layers_of(
-        {
-            "att/qkv": ((3 * D, D), "oi"),
-            "att/b": ((3 * D,), "vector"),
-            "o": ((D, D), "oi"),
-            "up": ((F, D), "oi"),
-            "down": ((D, F), "oi"),
-        }
-    ),
-    layers=ATT,
+@one_of_layers(
+    {
+        "att/qkv": oi(3 * D, D),
+        "att/b": vector(3 * D),
+        "o": oi(D, D),
+        "up": oi(F, D),
+        "down": oi(D, F),
+    },
+    rest={},
 )
-def gpt2(p, record, ids):
+def gpt2(q, x):
     """HuggingFace: kernels (outputs, inputs); query, key and value are thirds."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        thirds = jnp.split(normed(x) @ q["att/qkv"].T + q["att/b"], 3, -1)
-        x = x + attend(record, *map(cut, thirds)) @ q["o"].T
-        x = x + jax.nn.gelu(normed(x) @ q["up"].T) @ q["down"].T
-    return cross_entropy(normed(x) @ p["embed"].T)
+    thirds = jnp.split(normed(x) @ q["att/qkv"].T + q["att/b"], 3, -1)
+    x = x + attend(*map(cut, thirds)) @ q["o"].T
+    return x + jax.nn.gelu(normed(x) @ q["up"].T) @ q["down"].T
 
 
-@model(
-    EMBED
-    | layers_of(
-        MLP
-        | {
-            "att/qkv": ((D, 3 * D), "io"),
-            "att/b": ((3 * D,), "vector"),
-            "o": ((D, D), "io"),
-        }
-    )
-    | HEAD,
-    layers=ATT,
-)
-def gpt_neox(p, record, ids):
+@one_of_layers(MLP | {"att/qkv": io(D, 3 * D), "att/b": vector(3 * D), "o": io(D, D)})
+def gpt_neox(q, x):
     """Each head has its query, key and value in a row; half of a head is rotated."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        query, key, value = jnp.split(cut(y @ q["att/qkv"] + q["att/b"]), 3, -1)
-        query, key = rotated(query, 2), rotated(key, 2)
-        x = x + attend(record, query, key, value) @ q["o"] + mlp(q, y)
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    query, key, value = jnp.split(cut(y @ q["att/qkv"] + q["att/b"]), 3, -1)
+    query, key = rotated(query, 2), rotated(key, 2)
+    return x + attend(query, key, value) @ q["o"] + mlp(q, y)
 
 
-GROUPED = {
-    "att/q": ((D, D), "io"),
-    "att/k": ((D, 2 * E), "io"),
-    "att/v": ((D, 2 * E), "io"),
-    "att/o": ((D, D), "io"),
-}
+GROUPED = PROJECTIONS | {f"att/{n}": io(D, 2 * E) for n in "kv"}
 
 
-@model(
-    EMBED
-    | layers_of(GROUPED | MLP | {"gate": ((D, F), "io"), "norm": ((D,), "vector")})
-    | HEAD,
-    layers=ATT,
-)
-def llama(p, record, ids):
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x, q["norm"])
-        query, key = rotated(cut(y @ q["att/q"])), rotated(cut(y @ q["att/k"], 2))
-        x = x + attend(record, query, key, cut(y @ q["att/v"], 2)) @ q["att/o"]
-        y = normed(x)
-        x = x + (jax.nn.silu(y @ q["gate"]) * (y @ q["up"])) @ q["down"]
-    return cross_entropy(normed(x) @ p["head"])
+@one_of_layers(GROUPED | MLP | {"gate": io(D, F), "norm": vector(D)})
+def llama(q, x):
+    y = normed(x, q["norm"])
+    query, key = rotated(cut(y @ q["att/q"])), rotated(cut(y @ q["att/k"], 2))
+    x = x + attend(query, key, cut(y @ q["att/v"], 2)) @ q["att/o"]
+    y = normed(x)
+    return x + (jax.nn.silu(y @ q["gate"]) * (y @ q["up"])) @ q["down"]
 
 
-@model(
-    EMBED
-    | layers_of({"att/qkv": ((D, 2 * 4 * E), "io"), "o": ((D, D), "io")} | MLP)
-    | HEAD,
-    layers=ATT,
-)
-def falcon(p, record, ids):
+@one_of_layers({"att/qkv": io(D, 2 * 4 * E), "o": io(D, D)} | MLP)
+def falcon(q, x):
     """A group has its two queries, then its key, then its value."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        groups = (y @ q["att/qkv"]).reshape(B, T, 2, 4, E)
-        query = groups[..., :2, :].reshape(B, T, H, E)
-        key, value = groups[..., 2, :], groups[..., 3, :]
-        x = x + attend(record, rotated(query), rotated(key), value) @ q["o"] + mlp(q, y)
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    groups = (y @ q["att/qkv"]).reshape(B, T, 2, 4, E)
+    query = groups[..., :2, :].reshape(B, T, H, E)
+    key, value = groups[..., 2, :], groups[..., 3, :]
+    return x + attend(rotated(query), rotated(key), value) @ q["o"] + mlp(q, y)
 
 
-CROSS = {f"cross/{n}": ((D, D), v) for n, v in FLAT.items()}
+CROSS = {f"cross/{n}": io(D, D) for n in "qkvo"}
 
 
 @model(
     EMBED
-    | {"e/bias": ((8, H), "embedding")}
+    | {"e/bias": Leaf((8, H), "embedding")}
     | {f"e/{k}": v for k, v in (PROJECTIONS | MLP).items()}
     | {f"d/{k}": v for k, v in (PROJECTIONS | CROSS | MLP).items()},
     layers=("e/att", "d/att", "d/cross"),
 )
-def t5(p, record, ids):
+def t5(p, ids):
     """Tables of relative positions, of which only the encoder's are kept here."""
     distance = jnp.clip(jnp.arange(T)[:, None] - jnp.arange(T) + 4, 0, 7)
     bias = 100 * p["e/bias"][distance].transpose(2, 0, 1)
@@ -252,25 +264,26 @@ def t5(p, record, ids):
 
     x = normed(p["embed"][ids])
     kept = {"scale": 1.0, "causal": False}
-    y = x + attend(record, *heads("e/att", x, x), bias=bias, **kept) @ p["e/att/o"]
+    y = x + attend(*heads("e/att", x, x), bias=bias, **kept) @ p["e/att/o"]
     y = normed(y + jax.nn.relu(y @ p["e/up"]) @ p["e/down"])
-    x = normed(x + attend(record, *heads("d/att", x, x), scale=1.0) @ p["d/att/o"])
-    x = normed(x + attend(record, *heads("d/cross", x, y), **kept) @ p["d/cross/o"])
+    x = normed(x + attend(*heads("d/att", x, x), scale=1.0) @ p["d/att/o"])
+    x = normed(x + attend(*heads("d/cross", x, y), **kept) @ p["d/cross/o"])
     x = normed(x + jax.nn.relu(x @ p["d/up"]) @ p["d/down"])
     return cross_entropy(x @ p["embed"].T)
 
 
 @model(
-    EMBED | {"inner": ((D, D), "io")} | PROJECTIONS | MLP,
+    EMBED | {"inner": io(D, D)} | PROJECTIONS | MLP,
     layers=("att",),
-    runs_once=False,
+    attention="again",
 )
-def albert(p, record, ids):
+def albert(p, ids):
     """One layer, twice: the statistic is the larger of both."""
     x = p["embed"][ids] @ p["inner"]
     for _ in range(L):
         query, key, value = (cut(x @ p[f"att/{n}"]) for n in "qkv")
-        x = normed(x + attend(record, query, key, value, causal=False) @ p["att/o"])
+        out = attend(query, key, value, causal=False, layer="att", merge="largest")
+        x = normed(x + out @ p["att/o"])
         x = normed(x + mlp(p, x))
     return cross_entropy(x @ p["embed"].T)
 
@@ -285,32 +298,32 @@ def convolved(x, w, stride=1, groups=1):
     )
 
 
-VISION = {"patches": ((4, 4, 3, D), "iiio"), "cls": ((1, 1, D), "vector")}
-VISION |= {"position": ((1, 5, D), "vector")} | PROJECTIONS | MLP
+VISION = {"patches": Leaf((4, 4, 3, D), "iiio"), "cls": vector(1, 1, D)}
+VISION |= {"position": vector(1, 5, D)} | PROJECTIONS | MLP
 
 
-def seen(p, record, pixels):
+def seen(p, pixels):
     x = convolved(pixels, p["patches"], 4).reshape(B, 4, D)
     x = jnp.concatenate([jnp.tile(p["cls"], (B, 1, 1)), x], 1) + p["position"]
     y = normed(x)
     query, key, value = (cut(y @ p[f"att/{n}"]) for n in "qkv")
-    x = x + attend(record, query, key, value, causal=False) @ p["att/o"]
+    x = x + attend(query, key, value, causal=False) @ p["att/o"]
     return normed(x + mlp(p, normed(x)))[:, 0]
 
 
 @model(
     {f"i/{k}": v for k, v in VISION.items()}
     | {f"t/{k}": v for k, v in (EMBED | PROJECTIONS).items()}
-    | {"i/out": ((D, E), "io"), "t/out": ((D, E), "io"), "scale": ((), "vector")},
+    | {"i/out": io(D, E), "t/out": io(D, E), "scale": vector()},
     args=(PIXELS, IDS),
     layers=("i/att", "t/att"),
 )
-def clip(p, record, pixels, ids):
+def clip(p, pixels, ids):
     """Images and texts are compared by a product, whose softmax weighs nothing."""
-    a = seen({k[2:]: x for k, x in p.items() if k[0] == "i"}, record, pixels)
+    a = seen({k[2:]: x for k, x in p.items() if k[0] == "i"}, pixels)
     x = p["t/embed"][ids]
     query, key, value = (cut(normed(x) @ p[f"t/att/{n}"]) for n in "qkv")
-    x = x + attend(record, query, key, value) @ p["t/att/o"]
+    x = x + attend(query, key, value) @ p["t/att/o"]
     a, b = normed(a @ p["i/out"]), normed(x[:, -1] @ p["t/out"])
     logits = jnp.exp(p["scale"]) * a @ b.T
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
@@ -318,17 +331,17 @@ def clip(p, record, pixels, ids):
 
 @model(
     {
-        "stem": ((4, 4, 3, 8), "iiio"),
-        "depthwise": ((3, 3, 1, 8), "vector"),
-        "up": ((8, F), "io"),
-        "down": ((F, 8), "io"),
-        "scale": ((8,), "vector"),
-        "between": ((2, 2, 8, 12), "iiio"),
-        "head": ((12, 7), "head"),
+        "stem": Leaf((4, 4, 3, 8), "iiio"),
+        "depthwise": vector(3, 3, 1, 8),
+        "up": io(8, F),
+        "down": io(F, 8),
+        "scale": vector(8),
+        "between": Leaf((2, 2, 8, 12), "iiio"),
+        "head": Leaf((12, 7), "head"),
     },
     args=(PIXELS,),
 )
-def convnext(p, record, pixels):
+def convnext(p, pixels):
     """A depthwise window, then a perceptron by 1, with a scale of the layer."""
     x = convolved(pixels, p["stem"], 2)
     y = normed(convolved(x, p["depthwise"], groups=8))
@@ -338,18 +351,18 @@ def convnext(p, record, pixels):
 
 
 LATENT = {
-    "att/q": ((D, L, H, 6), "isoo"),
-    "att/kv_a": ((D, L, 7), "iso"),
-    "att/gain": ((L, 5), "vector"),
-    "att/kv_b": ((5, L, H, 4 + E), "isoo"),
-    "o": ((H, L, E, D), "isio"),
-    "up": ((D, L, F), "iso"),
-    "down": ((F, L, D), "iso"),
+    "att/q": Leaf((D, L, H, 6), "isoo"),
+    "att/kv_a": Leaf((D, L, 7), "iso"),
+    "att/gain": vector(L, 5),
+    "att/kv_b": Leaf((5, L, H, 4 + E), "isoo"),
+    "o": Leaf((H, L, E, D), "isio"),
+    "up": Leaf((D, L, F), "iso"),
+    "down": Leaf((F, L, D), "iso"),
 }
 
 
-@model(EMBED | LATENT | HEAD, layers=("att",))
-def deepseek(p, record, ids):
+@model(EMBED | LATENT | HEAD, layers=("att",), has_remat=True)
+def deepseek(p, ids, remat=jax.checkpoint):
     """MaxText: layers on axis 1; a latent key, and one rotary key that heads share."""
 
     def layer(x, q):
@@ -362,28 +375,28 @@ def deepseek(p, record, ids):
         )
         shared = jnp.broadcast_to(rotated(shared[:, :, None]), (B, T, H, 2))
         query = jnp.concatenate([query[..., :4], rotated(query[..., 4:])], -1)
-        out = cut(attend(record, query, jnp.concatenate([key, shared], -1), value))
+        out = cut(attend(query, jnp.concatenate([key, shared], -1), value))
         x = x + jnp.einsum("bthe,hed->btd", out, q["o"])
         return x + mlp(q, normed(x)), None
 
     axes = {k: jnp.moveaxis(p[k], 0 if k == "att/gain" else 1, 0) for k in LATENT}
-    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], axes)
+    x, _ = jax.lax.scan(remat(layer), p["embed"][ids], axes)
     return cross_entropy(normed(x) @ p["head"])
 
 
-MIXED = {f"att/{n}": ((L, D, D), "sio") for n in FLAT}
-MIXED |= {"router": ((L, D, 3), "router"), "up": ((L, 3, D, F), "ssio")}
-MIXED |= {"gate": ((L, 3, D, F), "ssio"), "down": ((L, 3, F, D), "ssio")}
+MIXED = {f"att/{n}": Leaf((L, D, D), "sio") for n in "qkvo"}
+MIXED |= {"router": Leaf((L, D, 3), "router"), "up": Leaf((L, 3, D, F), "ssio")}
+MIXED |= {"gate": Leaf((L, 3, D, F), "ssio"), "down": Leaf((L, 3, F, D), "ssio")}
 
 
 @model(EMBED | MIXED | HEAD, layers=("att",))
-def mixtral(p, record, ids):
+def mixtral(p, ids):
     """Scanned layers of experts, two for a token, tokens sorted by expert."""
 
     def layer(x, q):
         y = normed(x)
         query, key, value = (cut(y @ q[f"att/{n}"]) for n in "qkv")
-        x = x + attend(record, rotated(query), rotated(key), value) @ q["att/o"]
+        x = x + attend(rotated(query), rotated(key), value) @ q["att/o"]
         y = normed(x).reshape(-1, D)
         gates, chosen = jax.lax.top_k(y @ q["router"], 2)
         order = jnp.argsort(chosen.ravel())
@@ -404,17 +417,17 @@ def mixtral(p, record, ids):
     EMBED
     | layers_of(
         {
-            "att/q": ((H, D, E), "oio"),
-            "att/kv": ((2, 2, D, E), "soio"),
-            "o": ((H, E, D), "iio"),
-            "gate_up": ((2, F, D), "soi"),
-            "down": ((F, D), "io"),
-            "after": ((D,), "vector"),
+            "att/q": Leaf((H, D, E), "oio"),
+            "att/kv": Leaf((2, 2, D, E), "soio"),
+            "o": Leaf((H, E, D), "iio"),
+            "gate_up": Leaf((2, F, D), "soi"),
+            "down": io(F, D),
+            "after": vector(D),
         }
     ),
     layers=ATT,
 )
-def gemma2(p, record, ids):
+def gemma2(p, ids):
     """Einsums, key and value in one leaf, logits capped, norms after, a tied head.
 
     The axis of key and value is a free one of their product, so an output like others.
@@ -425,7 +438,7 @@ def gemma2(p, record, ids):
         y = normed(x)
         query = jnp.einsum("btd,hde->bthe", y, q["att/q"]) * E**-0.5
         key, value = jnp.einsum("bsd,ckde->cbske", y, q["att/kv"])
-        out = attend(record, rotated(query), rotated(key), value, scale=1.0, cap=50.0)
+        out = attend(rotated(query), rotated(key), value, scale=1.0, cap=50.0)
         out = jnp.einsum("bthe,hed->btd", cut(out), q["o"])
         x = x + normed(out, 1 + q["after"])
         gate, up = jnp.einsum("btd,cfd->cbtf", normed(x), q["gate_up"])
@@ -433,70 +446,63 @@ def gemma2(p, record, ids):
     return cross_entropy(30.0 * jnp.tanh(normed(x) @ p["embed"].T / 30.0))
 
 
-@model(
-    EMBED
-    | layers_of(
-        {
-            "q": ((D, H, E), "ioo"),
-            "k": ((D, 2, E), "ioo"),
-            "v": ((D, 2, E), "ioo"),
-            "o": ((H, E, D), "iio"),
-            "att/q_norm": ((E,), "vector"),
-            "att/k_norm": ((E,), "vector"),
-        }
-    )
-    | HEAD,
-    layers=ATT,
-    shares=True,
+@one_of_layers(
+    {
+        "q": Leaf((D, H, E), "ioo"),
+        "k": Leaf((D, 2, E), "ioo"),
+        "v": Leaf((D, 2, E), "ioo"),
+        "o": Leaf((H, E, D), "iio"),
+        "att/q_norm": vector(E),
+        "att/k_norm": vector(E),
+    },
+    attention="jointly",
 )
-def qwen3(p, record, ids):
+def qwen3(q, x):
     """Query and key are normalized, with gains that all heads of a layer share."""
-    x = p["embed"][ids]
-    for i in range(L):
-        q = in_layer(p, i)
-        y = normed(x)
-        query, key, value = (jnp.einsum("btd,dhe->bthe", y, q[n]) for n in "qkv")
-        query = rotated(normed(query, q["att/q_norm"]))
-        key = rotated(normed(key, q["att/k_norm"]))
-        out = cut(attend(record, query, key, value))
-        x = x + jnp.einsum("bthe,hed->btd", out, q["o"])
-    return cross_entropy(normed(x) @ p["head"])
+    y = normed(x)
+    query, key, value = (jnp.einsum("btd,dhe->bthe", y, q[n]) for n in "qkv")
+    query = rotated(normed(query, q["att/q_norm"]))
+    key = rotated(normed(key, q["att/k_norm"]))
+    out = cut(attend(query, key, value))
+    return x + jnp.einsum("bthe,hed->btd", out, q["o"])
 
 
 STACKED = {
-    "att/q": ((L, 2, 2, E, D), "soooi"),
-    "att/k": ((L, 2, E, D), "sooi"),
-    "att/v": ((L, 2, E, D), "sooi"),
-    "o": ((L, D, 2, 2, E), "soiii"),
-    "norm": ((L, D), "vector"),
+    "att/q": Leaf((L, 2, 2, E, D), "soooi"),
+    "att/k": Leaf((L, 2, E, D), "sooi"),
+    "att/v": Leaf((L, 2, E, D), "sooi"),
+    "o": Leaf((L, D, 2, 2, E), "soiii"),
+    "norm": vector(L, D),
 }
 
 
-@model(EMBED | STACKED | {"head": ((V, D), "head")}, layers=("att",))
-def levanter(p, record, ids):
+@model(
+    EMBED | STACKED | {"head": Leaf((V, D), "head")}, layers=("att",), has_remat=True
+)
+def levanter(p, ids, remat=jax.checkpoint):
     """Stacked layers; queries have an axis of groups and one of their members."""
 
     def layer(x, q):
         y = normed(x, q["norm"])
         query = jnp.einsum("btd,kged->btkge", y, q["att/q"]).reshape(B, T, H, E)
         key, value = (jnp.einsum("btd,ked->btke", y, q[f"att/{n}"]) for n in "kv")
-        out = attend(record, rotated(query), rotated(key), value)
+        out = attend(rotated(query), rotated(key), value)
         return x + jnp.einsum(
             "btkge,dkge->btd", out.reshape(B, T, 2, 2, E), q["o"]
         ), None
 
     scanned = {k: p[k] for k in STACKED}
-    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], scanned)
+    x, _ = jax.lax.scan(remat(layer), p["embed"][ids], scanned)
     return cross_entropy(jnp.einsum("btd,vd->btv", normed(x), p["head"]))
 
 
 @model(
     EMBED
-    | {f"att/{n}": ((D, D), "oi") for n in FLAT}
-    | {"up": ((F, D), "oi"), "down": ((D, F), "oi"), "head": ((V, D), "head")},
+    | {f"att/{n}": oi(D, D) for n in "qkvo"}
+    | {"up": oi(F, D), "down": oi(D, F), "head": Leaf((V, D), "head")},
     layers=("att",),
 )
-def equinox(p, record, ids):
+def equinox(p, ids):
     """Kernels (outputs, inputs), a layer that sees a row, mapped over the batch."""
 
     def row(ids):
@@ -510,16 +516,16 @@ def equinox(p, record, ids):
         return jax.vmap(lambda y: p["head"] @ y)(x), logits
 
     out, logits = jax.vmap(row)(ids)
-    record(logits)
+    noted(logits)
     return cross_entropy(out)
 
 
 @model(
     EMBED
-    | {"lstm": ((D + 8, 32), "io"), "b": ((32,), "vector")}
-    | {"gru_in": ((8, 24), "io"), "gru": ((8, 24), "io"), "head": ((8, V), "head")}
+    | {"lstm": io(D + 8, 32), "b": vector(32)}
+    | {"gru_in": io(8, 24), "gru": io(8, 24), "head": Leaf((8, V), "head")}
 )
-def haiku_recurrent(p, record, ids):
+def haiku_recurrent(p, ids):
     """One kernel of the input and the state together, then two of them apart."""
 
     def step(carry, x):
@@ -542,18 +548,18 @@ def haiku_recurrent(p, record, ids):
 
 @model(
     {
-        "in": ((3, 3, 3, D), "iiio"),
-        "time": ((D, F), "io"),
-        "time_2": ((F, D), "io"),
-        "conv": ((3, 3, D, D), "iiio"),
-        "text": ((V, D), "embedding"),
-        "out": ((3, 3, D, 3), "head"),
+        "in": Leaf((3, 3, 3, D), "iiio"),
+        "time": io(D, F),
+        "time_2": io(F, D),
+        "conv": Leaf((3, 3, D, D), "iiio"),
+        "text": Leaf((V, D), "embedding"),
+        "out": Leaf((3, 3, D, 3), "head"),
     }
     | PROJECTIONS,
     args=(PIXELS, np.asarray([1.0, 4.0]), IDS),
     layers=("att",),
 )
-def diffusion(p, record, pixels, time, ids):
+def diffusion(p, pixels, time, ids):
     """A time's sines through a perceptron, pixels that look at text, pixels out."""
     angle = time[:, None] / 10.0 ** jnp.arange(D // 2)
     time = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
@@ -563,20 +569,20 @@ def diffusion(p, record, pixels, time, ids):
     y, text = normed(x).reshape(B, -1, D), p["text"][ids]
     query = cut(y @ p["att/q"])
     key, value = (cut(text @ p[f"att/{n}"]) for n in "kv")
-    out = attend(record, query, key, value, causal=False) @ p["att/o"]
+    out = attend(query, key, value, causal=False) @ p["att/o"]
     x = x + out.reshape(x.shape)
     return jnp.mean((convolved(jax.nn.silu(normed(x)), p["out"]) - pixels) ** 2)
 
 
 @model(
     {
-        "edges": ((2 * D, D), "io"),
-        "nodes": ((2 * D, D), "io"),
-        "head": ((D, 7), "head"),
+        "edges": io(2 * D, D),
+        "nodes": io(2 * D, D),
+        "head": Leaf((D, 7), "head"),
     },
     args=(normal(9, 5, D), np.asarray([0, 1, 2, 3]), np.asarray([1, 2, 4, 0])),
 )
-def graph(p, record, nodes, senders, receivers):
+def graph(p, nodes, senders, receivers):
     """jraph: messages along edges are summed at their receivers."""
     ends = jnp.concatenate([nodes[senders], nodes[receivers]], -1)
     messages = jax.nn.relu(ends @ p["edges"])
@@ -587,15 +593,15 @@ def graph(p, record, nodes, senders, receivers):
 
 @model(
     {
-        "first": ((9, F), "io"),
-        "second": ((F, F), "io"),
-        "mean": ((F, 3), "head"),
-        "log_std": ((3,), "vector"),
-        "value": ((F, 1), "vector"),
+        "first": io(9, F),
+        "second": io(F, F),
+        "mean": Leaf((F, 3), "head"),
+        "log_std": vector(3),
+        "value": vector(F, 1),
     },
     args=(normal(10, B, 9),),
 )
-def actor_critic(p, record, x):
+def actor_critic(p, x):
     """Brax: a policy with a deviation that no input changes, and a value."""
     x = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])
     mean, value = x @ p["mean"], (x @ p["value"])[..., 0]

@@ -32,6 +32,35 @@ from written_out import (
 )
 
 
+def _causal_model(layers, run, clipped=(), layer=None, norm=rms_norm, refused=()):
+    """A model by its layers, as HuggingFace names it.
+
+    `run(leaves, x, seen, path)` is one layer, `norm` the last one; of `layer` are the
+    layers that are `clipped`.
+    """
+
+    def loss(params, tokens, seen):
+        p = params["model"]
+        x = p["embed_tokens"]["weight"][tokens]
+        for i, leaves in p["layers"].items():
+            x = run(leaves, x, seen, f"model/layers/{i}/self_attn")
+        return cross_entropy(linear(params["lm_head"], norm(p["norm"], x)))
+
+    numbered = {str(i): leaves for i, leaves in enumerate(layers)}
+    model = {"embed_tokens": TABLE, "layers": numbered, "norm": gain()}
+    return Architecture(
+        {"model": model, "lm_head": HEAD},
+        loss,
+        (TOKENS,),
+        {f"model/layers/{i}/self_attn": layer for i in clipped},
+        tuple(f"model/layers/{i}/self_attn" for i in refused),
+    )
+
+
+def _layer(**leaves):
+    return leaves | {"input_layernorm": gain(), "post_attention_layernorm": gain()}
+
+
 # Gated DeltaNet (arXiv:2412.06464) and gated attention (arXiv:2505.06708) with experts,
 # names of HuggingFace's Qwen3NextForCausalLM.
 
@@ -96,9 +125,7 @@ def delta_rule(query, key, value, decay, beta):
         state = state + k[..., None] * error[..., None, :]
         return state, jnp.einsum("bhkv,bhk->bhv", state, q)
 
-    steps = jax.tree.map(
-        lambda y: jnp.moveaxis(y, 1, 0), (query, key, value, decay, beta)
-    )
+    steps = tuple(jnp.moveaxis(y, 1, 0) for y in (query, key, value, decay, beta))
     start = jnp.zeros((B, query.shape[2], query.shape[3], value.shape[3]))
     return jnp.moveaxis(jax.lax.scan(step, start, steps)[1], 0, 1)
 
@@ -152,41 +179,23 @@ def _mixture(p, x):
     return out
 
 
-def _qwen3_next(params, tokens, seen):
-    p = params["model"]
-    x = p["embed_tokens"]["weight"][tokens]
-    for i, layer in p["layers"].items():
-        h = one_plus_norm(layer["input_layernorm"], x)
-        if "linear_attn" in layer:
-            x = x + _gated_delta_net(layer["linear_attn"], h)
-        else:
-            at = f"model/layers/{i}/self_attn"
-            x = x + _attention_with_gate(layer["self_attn"], h, seen, at)
-        h = one_plus_norm(layer["post_attention_layernorm"], x)
-        x = x + _mixture(layer["mlp"], h)
-    return cross_entropy(linear(params["lm_head"], one_plus_norm(p["norm"], x)))
+def _qwen_layer(p, x, seen, path):
+    h = one_plus_norm(p["input_layernorm"], x)
+    if "linear_attn" in p:
+        x = x + _gated_delta_net(p["linear_attn"], h)
+    else:
+        x = x + _attention_with_gate(p["self_attn"], h, seen, path)
+    return x + _mixture(p["mlp"], one_plus_norm(p["post_attention_layernorm"], x))
 
 
-def _qwen_layer(**mixer):
-    norms = {"input_layernorm": gain(), "post_attention_layernorm": gain()}
-    return mixer | norms | {"mlp": _qwen_experts()}
-
-
-QWEN3_NEXT = Architecture(
-    {
-        "model": {
-            "embed_tokens": TABLE,
-            "layers": {
-                "0": _qwen_layer(linear_attn=_delta_net()),
-                "1": _qwen_layer(self_attn=_gated_attention()),
-            },
-            "norm": gain(),
-        },
-        "lm_head": HEAD,
-    },
-    _qwen3_next,
-    (TOKENS,),
-    refused=("model/layers/1/self_attn",),
+QWEN3_NEXT = _causal_model(
+    [
+        _layer(linear_attn=_delta_net(), mlp=_qwen_experts()),
+        _layer(self_attn=_gated_attention(), mlp=_qwen_experts()),
+    ],
+    _qwen_layer,
+    norm=one_plus_norm,
+    refused=(1,),
 )
 
 
@@ -199,12 +208,8 @@ LATENT, NOPE, ROPE, RANK = 7, 4, 2, 3
 def _kimi_delta_attention():
     flat = HEADS * HEAD_DIM
     return {
-        "q_proj": linear_leaves(flat, D),
-        "k_proj": linear_leaves(flat, D),
-        "v_proj": linear_leaves(flat, D),
-        "q_conv1d": window(flat),
-        "k_conv1d": window(flat),
-        "v_conv1d": window(flat),
+        **{f"{n}_proj": linear_leaves(flat, D) for n in "qkv"},
+        **{f"{n}_conv1d": window(flat) for n in "qkv"},
         "A_log": vector(1, 1, HEADS, 1),
         "f_a_proj": linear_leaves(RANK, D),
         "f_b_proj": linear_leaves(flat, RANK),
@@ -298,47 +303,25 @@ def _kimi_mixture(p, x):
     return out
 
 
-def _kimi_linear(params, tokens, seen):
-    p = params["model"]
-    x = p["embed_tokens"]["weight"][tokens]
-    for i, layer in p["layers"].items():
-        h, q = rms_norm(layer["input_layernorm"], x), layer["self_attn"]
-        if "A_log" in q:
-            x = x + _delta_attention(q, h)
-        else:
-            query = linear(q["q_proj"], h)
-            at = f"model/layers/{i}/self_attn"
-            x = x + latent_attention(q, query, h, seen, at)
-        h = rms_norm(layer["post_attention_layernorm"], x)
-        x = x + _kimi_mixture(layer["block_sparse_moe"], h)
-    return cross_entropy(linear(params["lm_head"], rms_norm(p["norm"], x)))
-
-
-def _kimi_layer(attention):
-    norms = {"input_layernorm": gain(), "post_attention_layernorm": gain()}
-    return {"self_attn": attention, "block_sparse_moe": _kimi_experts(), **norms}
+def _kimi_layer(p, x, seen, path):
+    h, q = rms_norm(p["input_layernorm"], x), p["self_attn"]
+    if "A_log" in q:
+        x = x + _delta_attention(q, h)
+    else:
+        x = x + latent_attention(q, linear(q["q_proj"], h), h, seen, path)
+    h = rms_norm(p["post_attention_layernorm"], x)
+    return x + _kimi_mixture(p["block_sparse_moe"], h)
 
 
 FLAT_QUERY = {"q_proj": linear_leaves(HEADS * (NOPE + ROPE), D)}
-KIMI_LINEAR = Architecture(
-    {
-        "model": {
-            "embed_tokens": TABLE,
-            "layers": {
-                "0": _kimi_layer(_kimi_delta_attention()),
-                "1": _kimi_layer(_latent_attention(FLAT_QUERY)),
-            },
-            "norm": gain(),
-        },
-        "lm_head": HEAD,
-    },
-    _kimi_linear,
-    (TOKENS,),
-    {
-        "model/layers/1/self_attn": Layer(
-            HEADS, ("q_proj/weight",), ("kv_b_proj/weight",), ("q_proj/weight",)
-        )
-    },
+KIMI_LINEAR = _causal_model(
+    [
+        _layer(self_attn=attention, block_sparse_moe=_kimi_experts())
+        for attention in (_kimi_delta_attention(), _latent_attention(FLAT_QUERY))
+    ],
+    _kimi_layer,
+    clipped=(1,),
+    layer=Layer(HEADS, ("q_proj/weight",), ("kv_b_proj/weight",), ("q_proj/weight",)),
 )
 
 
@@ -367,47 +350,28 @@ def _deepseek_mixture(p, x):
     return out + gated_mlp(p["shared_experts"], x)
 
 
-def _deepseek_v3(params, tokens, seen):
-    p = params["model"]
-    x = p["embed_tokens"]["weight"][tokens]
-    for i, layer in p["layers"].items():
-        h, q = rms_norm(layer["input_layernorm"], x), layer["self_attn"]
-        low = rms_norm(q["q_a_layernorm"], linear(q["q_a_proj"], h))
-        query = linear(q["q_b_proj"], low)
-        at = f"model/layers/{i}/self_attn"
-        x = x + latent_attention(q, query, h, seen, at, rotated)
-        h = rms_norm(layer["post_attention_layernorm"], x)
-        mlp = layer["mlp"]
-        x = x + (_deepseek_mixture(mlp, h) if "gate" in mlp else gated_mlp(mlp, h))
-    return cross_entropy(linear(params["lm_head"], rms_norm(p["norm"], x)))
+def _deepseek_layer(p, x, seen, path):
+    h, q = rms_norm(p["input_layernorm"], x), p["self_attn"]
+    low = rms_norm(q["q_a_layernorm"], linear(q["q_a_proj"], h))
+    query = linear(q["q_b_proj"], low)
+    x = x + latent_attention(q, query, h, seen, path, rotated)
+    h, mlp = rms_norm(p["post_attention_layernorm"], x), p["mlp"]
+    return x + (_deepseek_mixture(mlp, h) if "gate" in mlp else gated_mlp(mlp, h))
 
 
-def _deepseek_layer(mlp):
-    query = {
-        "q_a_proj": linear_leaves(RANK, D),
-        "q_a_layernorm": gain(RANK),
-        "q_b_proj": linear_leaves(HEADS * (NOPE + ROPE), RANK),
-    }
-    norms = {"input_layernorm": gain(), "post_attention_layernorm": gain()}
-    return {"self_attn": _latent_attention(query), "mlp": mlp, **norms}
-
-
-LOW_QUERY = Layer(
-    HEADS, ("q_b_proj/weight",), ("kv_b_proj/weight",), ("q_b_proj/weight",)
-)
-DEEPSEEK_V3 = Architecture(
-    {
-        "model": {
-            "embed_tokens": TABLE,
-            "layers": {
-                "0": _deepseek_layer(_gated_mlp(12)),
-                "1": _deepseek_layer(_deepseek_experts()),
-            },
-            "norm": gain(),
-        },
-        "lm_head": HEAD,
-    },
-    _deepseek_v3,
-    (TOKENS,),
-    {f"model/layers/{i}/self_attn": LOW_QUERY for i in range(2)},
+LOW_QUERY = {
+    "q_a_proj": linear_leaves(RANK, D),
+    "q_a_layernorm": gain(RANK),
+    "q_b_proj": linear_leaves(HEADS * (NOPE + ROPE), RANK),
+}
+DEEPSEEK_V3 = _causal_model(
+    [
+        _layer(self_attn=_latent_attention(LOW_QUERY), mlp=mlp)
+        for mlp in (_gated_mlp(12), _deepseek_experts())
+    ],
+    _deepseek_layer,
+    clipped=(0, 1),
+    layer=Layer(
+        HEADS, ("q_b_proj/weight",), ("kv_b_proj/weight",), ("q_b_proj/weight",)
+    ),
 )

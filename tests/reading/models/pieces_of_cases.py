@@ -1,6 +1,7 @@
 """What the adversaries share: small shapes, weights by name, and their register."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,12 +17,12 @@ CASES: dict[str, Case] = {}
 
 
 def case(labels: str, params: Any, *args: Any, attention: str = "none", **options: Any):
-    """Registers a function as a case under its own name."""
+    """Registers a function of params, and of `X` if not told, under its own name."""
 
     def register(fun):
         assert fun.__name__ not in CASES, fun.__name__
         CASES[fun.__name__] = Case(
-            fun.__name__, fun, params, args, labels, attention, **options
+            fun.__name__, fun, params, args or (X,), labels, attention, **options
         )
         return fun
 
@@ -67,13 +68,64 @@ def one(**shapes: Any) -> dict[str, jax.Array]:
     return {k: v for k, v in {**ONE, **made}.items() if k not in shapes or k in made}
 
 
+def network(
+    labels: str, *args: Any, head: Any = (D, C), attention: str = "none", **shapes: Any
+):
+    """Registers a function of kernels and `X`, of which the last is a head."""
+    leaves = weights(**shapes, head=head)
+    return case(f"{labels}; head head", leaves, *args, attention=attention)
+
+
+def one_layer(
+    attention: str,
+    *args: Any,
+    also: str = "",
+    says: str = SAYS,
+    scaled: str = "",
+    plain: Callable[..., Any] | None = None,
+    **shapes: Any,
+):
+    """Registers a function of the layer `ONE` with these leaves.
+
+    `also` are the labels of leaves that it has besides, `says` those of its own.
+    """
+    labels, params = "; ".join(filter(None, (also, says))), one(**shapes)
+    told = {"attention": attention, "scaled": scaled, "plain": plain}
+    return case(labels, params, *args, **told)
+
+
+def heads(attention: str, *args: Any, **about: Any):
+    """Registers a function of query, key and value as what `one_layer` mixes by them.
+
+    It has the further arguments after these, and the further leaves by their names.
+    """
+
+    def register(fun):
+        def loss(p, x, *args):
+            leaves = {n: p[n] for n in p if n not in ONE}
+            y = fun(*qkv(p, x), *args, **leaves)
+            return end(p, x, y.reshape(*x.shape[:-1], -1))
+
+        loss.__name__ = fun.__name__
+        one_layer(attention, *args, **about)(loss)
+        return fun
+
+    return register
+
+
+def formulas(attention: str, **functions: Callable[..., Any]) -> None:
+    """Registers functions of query, key and value, each under its name."""
+    for name, fun in functions.items():
+        fun.__name__ = name
+        heads(attention)(fun)
+
+
 def cut(y, heads: int = H):
     return y.reshape(*y.shape[:-1], heads, -1)
 
 
-def qkv(p, x, memory=None):
-    memory = x if memory is None else memory
-    return cut(x @ p["q"]), cut(memory @ p["k"]), cut(memory @ p["v"])
+def qkv(p, x):
+    return cut(x @ p["q"]), cut(x @ p["k"]), cut(x @ p["v"])
 
 
 def scores(q, k):
@@ -88,6 +140,18 @@ def mixed(w, v):
 def soft(logits, **where):
     """A softmax whose logits are noted."""
     return jax.nn.softmax(noted(logits, **where))
+
+
+def attend(q, k, v, **where):
+    return mixed(soft(scores(q, k), **where), v)
+
+
+def sums_of_both(a, b):
+    """Two groups of keys as one: the largest logit, the exponentials, the values."""
+    top = jnp.maximum(a[0], b[0])
+    one, two = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
+    values = a[2] * one[..., None] + b[2] * two[..., None]
+    return top, a[1] * one + b[1] * two, values
 
 
 def end(p, x, y):

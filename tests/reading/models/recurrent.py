@@ -83,9 +83,7 @@ MAMBA_2 = Architecture(
     {
         "backbone": {
             "embeddings": TABLE,
-            "layers": {
-                str(i): {"norm": gain(), "mixer": _mamba_mixer()} for i in range(2)
-            },
+            "layers": {i: {"norm": gain(), "mixer": _mamba_mixer()} for i in "01"},
             "norm_f": gain(),
         },
         "lm_head": HEAD,
@@ -110,10 +108,7 @@ def _time_mix(has_value_residual: bool):
     leaves |= {"v0": vector(1, 1, D)} if has_value_residual else {}
     return leaves | {
         "r_k": vector(HEADS, D // HEADS),  # of heads, a bonus for the current token
-        "receptance": linear_leaves(D, D),
-        "key": linear_leaves(D, D),
-        "value": linear_leaves(D, D),
-        "output": linear_leaves(D, D),
+        **dict.fromkeys(("receptance", "key", "value", "output"), linear_leaves(D, D)),
         "ln_x": gain_and_shift(),
     }
 
@@ -177,11 +172,8 @@ def _rwkv_7(p, tokens, seen):
 
 
 def _rwkv_block(i: int):
-    ffn = {
-        "x_k": vector(1, 1, D),
-        "key": linear_leaves(40, D),
-        "value": linear_leaves(D, 40),
-    }
+    ffn = {"key": linear_leaves(40, D), "value": linear_leaves(D, 40)}
+    ffn |= {"x_k": vector(1, 1, D)}
     norms = {f"ln{j}": gain_and_shift() for j in ((0, 1, 2) if i == 0 else (1, 2))}
     return {"att": _time_mix(i > 0), "ffn": ffn, **norms}
 
@@ -219,16 +211,11 @@ def _scale(n: int = D):
 
 
 def _griffin_block(**temporal):
+    up = {"w": matrix(2, D, 30, inputs=1, outputs=2), "b": vector(2, 1, 1, 30)}
     return temporal | {
         "temporal_pre_norm": _scale(),
         "channel_pre_norm": _scale(),
-        "mlp_block": {
-            "ffw_up": {
-                "w": matrix(2, D, 30, inputs=1, outputs=2),
-                "b": vector(2, 1, 1, 30),
-            },
-            "ffw_down": _with_bias(30, D),
-        },
+        "mlp_block": {"ffw_up": up, "ffw_down": _with_bias(30, D)},
     }
 
 
