@@ -60,3 +60,11 @@ def matrices_of(leaves):
     mask = jax.tree.leaves_with_path(mc.matrix_mask(tree_of(leaves)))
     matrices = (keys for keys, is_matrix in mask if is_matrix)
     return {jax.tree_util.keystr(x, simple=True, separator="/") for x in matrices}
+
+
+def rules_in(message):
+    """The mapping that an error prints, as a user pastes it."""
+    code = message[message.index("from optax") : message.index("}") + 1]
+    names = {}
+    exec(code, names)
+    return names["dimension_numbers"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import ones
 from optax.contrib import MuonDimensionNumbers
-from trees import nested
+from trees import nested, rules_in
 
 import muonclip_jax as mc
 
@@ -55,10 +55,7 @@ def asked(params):
         return set()
     except ValueError as error:
         message = str(error)
-    code = message[message.index("from optax") : message.index("}") + 1]
-    names = {}
-    exec(code, names)
-    mc.describe(params, dimension_numbers=names["dimension_numbers"], attention=[])
+    mc.describe(params, dimension_numbers=rules_in(message), attention=[])
     assert "mc.read_model" in message
     lines = message.split("Let the loss decide")[0].splitlines()
     return {line.split()[0] for line in lines[1:]}
@@ -220,7 +217,9 @@ ASKED = {
             | HEAD,
             f"{name}/kernel",
         )
-        for name in ["class_pred", "bbox_pred", "iou_quality", "score", "policy", "boxes"]
+        for name in (
+            *("class_pred", "bbox_pred", "iou_quality", "score", "policy", "boxes"),
+        )
     },
     # What may as well be something else.
     **{
