@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from helpers import few, matrix_of, more, polynomial_of
+from helpers import few, leaf_pairs, matrix_of, mesh_of, more, polynomial_of
 from internals import (
     matrix_view,
     MatrixLeaf,
@@ -13,7 +13,7 @@ from internals import (
     platform_with,
     solver,
 )
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -21,7 +21,6 @@ import muonclip_jax as mc
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-MESH = {"expert": 2, "fsdp": 4}
 
 # Shapes and specs of leaves.
 LAYOUTS = {
@@ -54,26 +53,21 @@ def leaf_of(shape, seed):
 @pytest.mark.parametrize("name", few(LAYOUTS, "more for some"))
 def test_matrices_come_back_orthogonal(name, batch, platform):
     layout = LAYOUTS[name]
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(2, 4),
-        tuple(MESH),
-        axis_types=(AxisType.Auto,) * 2,
-    )
+    mesh = mesh_of(expert=2, fsdp=4)
     leaves = [
         jax.device_put(leaf_of(shape, 10 * i), NamedSharding(mesh, spec))
         for i, (shape, spec) in enumerate(layout)
     ]
     with platform_with(platform, batch_entries=batch):
-        route = functools.partial(
-            orthogonalize_on_mesh, solver(platform, dtype="float32"), mesh=mesh
-        )
-        results = jax.jit(route)(
+        its = solver(platform, dtype="float32")
+        route = jax.jit(functools.partial(orthogonalize_on_mesh, its, mesh=mesh))
+        results = route(
             [
                 MatrixLeaf(leaf, matrix_view(shape, PLAIN), spec)
                 for leaf, (shape, spec) in zip(leaves, layout, strict=True)
             ]
         )
-    for leaf, result in zip(leaves, results, strict=True):
+    for leaf, result in leaf_pairs(leaves, results):
         assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
         matrices = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
         exact = [polynomial_of(x, mc.NS_COEFFS["keller"]) for x in matrices]

@@ -1,10 +1,16 @@
 """Leaves of several matrices: each is what a loop over matrices cut by hand makes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, few, of_newton_schulz, polynomial_of, tolerance
+from helpers import (
+    assert_close,
+    few,
+    of_newton_schulz,
+    polynomial_of,
+    tolerance,
+    updates_of,
+)
 from pieces import by_hand, Case, CASES, leaf_of
 
 import muonclip_jax as mc
@@ -34,13 +40,11 @@ def naive(case: Case, leaf, rms=0.2):
 def test_each_piece_is_a_matrix_of_its_own(name, rms):
     case = CASES[name]
     params = {"w": leaf_of(case, 0)}
-    tx = mc.scale_by_muon(
-        dimension_numbers={"w": case.axes}, beta=0.0, consistent_rms=rms
-    )
-    found, _ = jax.jit(tx.update)(params, tx.init(params))
-    assert_close(
-        found, {"w": naive(case, params["w"], rms)}, of_newton_schulz(max(case.shape))
-    )
+    axes = {"w": case.axes}
+    tx = mc.scale_by_muon(dimension_numbers=axes, beta=0.0, consistent_rms=rms)
+    found, _ = updates_of(tx, [params])
+    expected = {"w": naive(case, params["w"], rms)}
+    assert_close(found, expected, of_newton_schulz(max(case.shape)))
 
 
 @pytest.mark.more
@@ -49,7 +53,7 @@ def test_all_of_them_in_one_tree():
     params = {name: leaf_of(case, i) for i, (name, case) in enumerate(CASES.items())}
     axes = {name: case.axes for name, case in CASES.items()}
     tx = mc.scale_by_muon(dimension_numbers=axes, beta=0.0)
-    found, _ = jax.jit(tx.update)(params, tx.init(params))
+    found, _ = updates_of(tx, [params])
     expected = {name: naive(case, params[name]) for name, case in CASES.items()}
     assert_close(found, expected, of_newton_schulz(96))
 
@@ -68,9 +72,7 @@ def test_neurons_of_each_piece(name):
     case, axes = CASES[name], {"w": CASES[name].axes}
     tx = mc.normalize_neurons(0.9, dimension_numbers=axes)
     leaves = [leaf_of(case, seed) for seed in range(2)]
-    state = tx.init({"w": leaves[0]})
-    for leaf in leaves:
-        found, state = jax.jit(tx.update)({"w": leaf}, state)
+    found, _ = updates_of(tx, [{"w": leaf} for leaf in leaves])
     # The same matrices come by in the same order in both steps.
     means: list = []
     by_hand(case, leaves[0], lambda x: means.append(neurons_by_hand(x, 0.0)[1]) or x)
@@ -81,35 +83,26 @@ def test_neurons_of_each_piece(name):
 
 def test_momentum_in_8_bits_and_cautious_decay_are_of_the_whole_leaf():
     case = CASES["fused, value whole"]
-    params = {"w": leaf_of(case, 0)}
-    grads = {"w": leaf_of(case, 1)}
+    params, grads = ({"w": leaf_of(case, seed)} for seed in range(2))
     options = dict(
-        orthogonalizer=mc.NewtonSchulz(steps=2), cautious_weight_decay=True, beta=0.5
-    )
-    updates = []
-    for mu_dtype in ("int8", None):
-        axes = {"w": case.axes}
-        tx = mc.muon(0.1, dimension_numbers=axes, mu_dtype=mu_dtype, **options)
-        state = tx.init(params)
-        for _ in range(2):
-            update, state = jax.jit(tx.update)(grads, state, params)
-        updates.append(update["w"])
-    # Of a code of 8 bits, on the scale of the largest entry of a row or a column.
-    error = np.linalg.norm(updates[0] - updates[1]) / np.linalg.norm(updates[1])
-    assert 0 < error < 0.05
-    decays = np.sign(-updates[1]) == np.sign(params["w"])
-    plain = mc.muon(
-        0.1,
         dimension_numbers={"w": case.axes},
         orthogonalizer=mc.NewtonSchulz(steps=2),
         beta=0.5,
     )
-    state = plain.init(params)
-    for _ in range(2):
-        everywhere, state = jax.jit(plain.update)(grads, state, params)
-    np.testing.assert_allclose(
-        updates[1][decays], everywhere["w"][decays], rtol=0, atol=1e-6
+
+    def updated(**how):
+        tx = mc.muon(0.1, **options, **how)
+        return updates_of(tx, [grads] * 2, params)[0]["w"]
+
+    coded, cautious = (
+        updated(mu_dtype=dtype, cautious_weight_decay=True) for dtype in ("int8", None)
     )
+    # Of a code of 8 bits, on the scale of the largest entry of a row or a column.
+    error = np.linalg.norm(coded - cautious) / np.linalg.norm(cautious)
+    assert 0 < error < 0.05
+    decays = np.sign(-cautious) == np.sign(params["w"])
+    everywhere = updated()
+    np.testing.assert_allclose(cautious[decays], everywhere[decays], rtol=0, atol=1e-6)
 
 
 def wrong(**how):

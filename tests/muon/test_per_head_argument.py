@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import first_update, normal
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -28,9 +28,8 @@ STATS = {"attn": {"max_logits": jnp.ones(2)}}
 
 
 def update_of(make, params=PARAMS, **options):
-    tx = make(0.1, **options)
     extra = {"attention_stats": STATS} if make is mc.muonclip else {}
-    return tx.update(params, tx.init(params), params, **extra)[0]
+    return first_update(make(0.1, **options), params, params, **extra)
 
 
 @pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
@@ -79,15 +78,10 @@ def test_by_default_what_is_given_stays():
 def test_of_described_layers():
     heads = {"attn": {"q": normal(0, 2, 8, 4), "k": normal(1, 2, 8, 4)}}
     query, key = ((mc.HeadLeaf(name, 3, axis=-3),) for name in "qk")
-    attention = [mc.AttentionLayer("attn", query, key)]
-    joined = {"attn": Numbers((-3, -2), -1)}
-    found = update_of(
-        mc.muonclip, heads, per_head=True, attention=attention, dimension_numbers=joined
-    )
-    each = {"attn": Numbers(-2, -1)}
-    expected = update_of(
-        mc.muonclip, heads, attention=attention, dimension_numbers=each
-    )
+    options = {"attention": [mc.AttentionLayer("attn", query, key)], "params": heads}
+    joined, each = ({"attn": Numbers(*x)} for x in (((-3, -2), -1), (-2, -1)))
+    found = update_of(mc.muonclip, per_head=True, dimension_numbers=joined, **options)
+    expected = update_of(mc.muonclip, dimension_numbers=each, **options)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal, one_at_a_time
+from helpers import first_update, normal, one_at_a_time
 from optax.contrib import MuonDimensionNumbers
+from trees import is_shape, rules_in
 from trees_of_others import build, look_up, read_models
 
 import muonclip_jax as mc
@@ -21,11 +22,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def arrays(shapes):
-    return jax.tree.map(
-        lambda shape: normal(shape, *shape),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return jax.tree.map(lambda x: normal(x, *x), shapes, is_leaf=is_shape)
 
 
 def layer(*kernel, bias=None):
@@ -60,7 +57,7 @@ def test_the_error_of_a_mask_by_names_says_what_to_write(name, is_read, is_given
     assert written
     names = {"mc": mc, "optax": optax, "functools": functools}
     tx = eval(written[1], names | {"reading": reading, "n": n})
-    updates, _ = tx.update(LOOKED_UP, tx.init(LOOKED_UP), LOOKED_UP)
+    updates = first_update(tx, LOOKED_UP, LOOKED_UP)
     for leaf in ("table", "b", "final"):
         assert updates[leaf] is LOOKED_UP[leaf]
     assert not np.allclose(updates["w"], LOOKED_UP["w"])
@@ -106,8 +103,7 @@ SCALES = [0.2, None, "mup"]
 
 
 def one_step(tx, params):
-    updates, _ = tx.update(params, tx.init(params), params)
-    return updates
+    return first_update(tx, params, params)
 
 
 def chain(scale_by_muon):
@@ -134,11 +130,8 @@ def test_as_muon_does_or_an_error_whose_advice_works(name, rms):
         numbers = mc.flax_dimension_numbers(params)
         told = mc.scale_by_muon(consistent_rms=rms, dimension_numbers=numbers)
         found = one_step(chain(told), params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        found,
-        expected,
-    )
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(check, found, expected)
 
 
 @pytest.mark.parametrize("name", ["turned kernels", "kernels of Flax"])
@@ -179,13 +172,6 @@ def sides(numbers, shape):
         frozenset(axis % len(shape) for axis in axes if shape[axis] != 1)
         for axes in both
     }
-
-
-def rules_in(message):
-    code = message[message.index("from optax") : message.index("}") + 1]
-    names = {}
-    exec(code, names)
-    return names["dimension_numbers"]
 
 
 @pytest.mark.parametrize("model", read_models(), ids=lambda model: model["model"])
