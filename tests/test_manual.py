@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import few, ROOT
+from helpers import few, ROOT, run_script
 
 import muonclip_jax as mc
 
@@ -260,3 +260,19 @@ def test_error_messages_of_the_page_exist():
     pieces = [x for row in rows for x in re.findall(r"`([^`]+)`", row)]
     words = [word.strip() for piece in pieces for word in piece.split("...")]
     assert [word for word in words if word not in known] == []
+
+
+DIAGRAMS = ROOT / "docs" / "diagrams"
+
+
+@pytest.mark.more
+def test_drawn_again_they_are_the_same(tmp_path):
+    run_script(DIAGRAMS / "draw.py", "--out", tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert drawn == {path.name: path.read_text() for path in DIAGRAMS.glob("*.svg")}
+
+
+def test_every_diagram_is_in_the_manual():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for path in DIAGRAMS.glob("*.svg"):
+        assert f"(diagrams/{path.name})" in pages

@@ -43,25 +43,16 @@ def test_the_pages_have_the_figures_of_the_run():
     }
     page = (ROOT / "docs/accelerators.md").read_text()
     measured = page.split("## One NVIDIA H100")[1].split("## ")[0].splitlines()
-    shown = [
-        x
-        for x in measured
-        if x.startswith("| ") and x[2:6] not in ("time", "step", "--- ")
-    ]
+    heads = ("time", "step", "--- ")
+    shown = [x for x in measured if x[:2] == "| " and x[2:6] not in heads]
     assert len(shown) == 13 and set(shown) <= lines
     outcomes = [outcome for _, outcome, *_ in found["Right"]]
     assert f"All {sum(x[:2] == 'ok' for x in outcomes)} checks" in page
     assert rows.FAILED not in str(outcomes)
-    ours, optax, torch = (
-        next(
-            row[i] for row in found["Fast"] if row[0] == f"GPT-2's 72 matrices, {name}"
-        )
-        for i, name in (
-            (1, "separate against optax"),
-            (2, "separate against optax"),
-            (2, "separate against torch.optim.Muon 2.11.0+cu130"),
-        )
-    )
+    fast = {row[0]: row for row in found["Fast"]}
+    start = "GPT-2's 72 matrices, separate against"
+    _, ours, optax, *_ = fast[f"{start} optax"]
+    _, _, torch, *_ = fast[f"{start} torch.optim.Muon 2.11.0+cu130"]
     peers = {"optax.contrib.muon": optax, "torch.optim.Muon": torch}
     figures = [f"`{name}` {time:.1f}" for name, time in peers.items()]
     assert ", ".join([f"{ours:.1f} ms", *figures]) in (ROOT / "README.md").read_text()

@@ -36,14 +36,8 @@ def comparison(tmp_path_factory, text):
 @pytest.mark.more
 def test_comparison_prints_a_table_and_draws(comparison):
     out, result = comparison
-    for word in (
-        "AdamW",
-        "Muon ",
-        "MuonClip",
-        "validation loss",
-        "largest logit",
-        "tokens/s",
-    ):
+    names = ("AdamW", "Muon ", "MuonClip")
+    for word in (*names, "validation loss", "largest logit", "tokens/s"):
         assert word in result.stdout
     words = "Muon (1 of 3)", "MuonClip (2 of 3)", "AdamW (3 of 3)", "left,", "compiling"
     for word in words:
@@ -59,12 +53,9 @@ def test_comparison_prints_a_table_and_draws(comparison):
 def test_every_optimizer_starts_alike_and_the_clip_fires(comparison):
     results = json.loads((comparison[0] / "results.json").read_text())
     assert set(results) == {"adamw", "muon", "muonclip"}
-    assert all(
-        [r["step"] for r in history] == [4, 8, 12] for history in results.values()
-    )
-    assert all(
-        h[-1]["validation_loss"] < h[0]["validation_loss"] for h in results.values()
-    )
+    for history in results.values():
+        assert [r["step"] for r in history] == [4, 8, 12]
+        assert history[-1]["validation_loss"] < history[0]["validation_loss"]
     assert results["muonclip"][-1]["clipped"] > 0 == results["muon"][-1]["clipped"]
     assert results["muonclip"][-1]["max_logit"] < results["muon"][-1]["max_logit"]
 
@@ -119,16 +110,8 @@ def test_resuming_where_nothing_has_begun_is_refused(tmp_path):
 
 @pytest.mark.more
 def test_resuming_with_other_settings_is_refused(comparison, text):
-    arguments = [
-        *SMALL,
-        "--data",
-        text,
-        "--out",
-        comparison[0],
-        "--resume",
-        "--threshold",
-        "7",
-    ]
+    arguments = [*SMALL, "--data", text, "--out", comparison[0], "--resume"]
+    arguments += ["--threshold", "7"]
     result = run("train_lm.py", *arguments, check=False)
     assert result.returncode and "--threshold was 0.01, is 7.0" in result.stderr
 

@@ -10,15 +10,25 @@ import pytest
 from helpers import (
     assert_where,
     few,
+    leaf_pairs,
+    matrix_of,
     mesh_of,
     more,
     normal,
     on_mesh,
+    polynomial_of,
     step_of,
     updates_of,
 )
 from hlo_costs import hlo_costs
-from jax.sharding import AxisType
+from internals import (
+    matrix_view,
+    MatrixLeaf,
+    orthogonalize_on_mesh,
+    platform_with,
+    solver,
+)
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -211,3 +221,58 @@ def test_derivative_through_an_update():
     with jax.set_mesh(mesh_of(data=8)):
         found = jax.jit(jax.grad(loss))(UNPLACED)["dense"]["kernel"]
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+WHOLE = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+
+# Shapes and specs of leaves.
+BATCHES = {
+    "as many for all": [((2, 4, 24, 8), P(None, "expert", "fsdp")),
+         ((2, 4, 8, 24), P(None, "expert", "fsdp"))],
+    "more for some": [((8, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((8, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((9, 2, 8, 24), P(None, "expert", "fsdp")),
+         ((40, 8), P("fsdp")), ((8, 8), P(None, "expert"))],
+    "few": [((3, 24, 8), P(None, ("expert", "fsdp"))),
+         ((2, 8, 24), P(None, ("expert", "fsdp")))],
+    "some more for some": [((11, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((13, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((21, 2, 8, 24), P(None, "expert", "fsdp"))],
+    "copies": [((3, 24, 8), P(None, "fsdp")), ((2, 8, 24), P(None, "fsdp"))],
+    "whole": [((11, 24, 8), P()), ((5, 24, 8), P())],
+}  # fmt: skip
+
+
+def leaf_of(shape, seed):
+    *stack, m, n = shape
+    values = np.linspace(1, 0.3, min(m, n))
+    each = [matrix_of(values, m, n, seed + i) for i in range(int(np.prod(stack)))]
+    return np.stack(each).reshape(shape).astype(np.float32)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("platform", [more("cpu"), more("gpu"), "tpu"])
+@pytest.mark.parametrize("batch", [more(1), 400, more(10**6)])
+@pytest.mark.parametrize("name", few(BATCHES, "more for some"))
+def test_matrices_come_back_orthogonal(name, batch, platform):
+    layout = BATCHES[name]
+    mesh = mesh_of(expert=2, fsdp=4)
+    leaves = [
+        jax.device_put(leaf_of(shape, 10 * i), NamedSharding(mesh, spec))
+        for i, (shape, spec) in enumerate(layout)
+    ]
+    with platform_with(platform, batch_entries=batch):
+        its = solver(platform, dtype="float32")
+        route = jax.jit(functools.partial(orthogonalize_on_mesh, its, mesh=mesh))
+        results = route(
+            [
+                MatrixLeaf(leaf, matrix_view(shape, WHOLE), spec)
+                for leaf, (shape, spec) in zip(leaves, layout, strict=True)
+            ]
+        )
+    for leaf, result in leaf_pairs(leaves, results):
+        assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        matrices = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
+        exact = [polynomial_of(x, mc.NS_COEFFS["keller"]) for x in matrices]
+        actual = np.asarray(result).reshape(matrices.shape)
+        np.testing.assert_allclose(actual, np.stack(exact), atol=5e-5)
