@@ -57,25 +57,10 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 LONG = {
     ROOT / "docs" / f"{name}.md"
     for name in (
-        "adoption",
-        "devices",
-        "fine_tuning",
-        "from_optax",
-        "kernels",
-        "labels",
-        "layouts",
-        "libraries",
-        "logging",
-        "pmap",
-        "qk_clip",
-        "quick_start_linen",
-        "quick_start_nnx",
-        "reinforcement",
-        "speed",
-        "speedruns",
-        "troubleshooting",
-        "tuning_variants",
-        "vision",
+        *("adoption", "devices", "fine_tuning", "from_optax", "kernels", "labels"),
+        *("layouts", "libraries", "logging", "pmap", "qk_clip", "quick_start_linen"),
+        *("quick_start_nnx", "reinforcement", "speed", "speedruns", "troubleshooting"),
+        *("tuning_variants", "vision"),
     )
 }
 

@@ -207,19 +207,13 @@ ATTENTION = {"layer": query_and_key(8, 2, 4)}
 LOGITS = {"layer": {"max_logits": jnp.asarray([400.0, 90.0])}}
 
 
+SCHEDULES = ["learning_rate", "weight_decay", "adam_weight_decay"]
+SCHEDULES += ["beta", "alpha", "threshold"]
+
+
 @pytest.mark.parametrize(
     "name, wrong",
-    one_at_a_time(
-        [
-            "learning_rate",
-            "weight_decay",
-            "adam_weight_decay",
-            "beta",
-            "alpha",
-            "threshold",
-        ],
-        [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"],
-    ),
+    one_at_a_time(SCHEDULES, [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"]),
 )
 def test_a_schedule_that_returns_no_number_is_named(name, wrong):
     """By `init` or by the first update, eager and traced."""
