@@ -255,24 +255,18 @@ class ScannedModel(nn.Module):
         return x
 
 
+def nnx_attention(heads=4, width=16, rngs=None, **options):
+    """Flax's own layer, which records its logits."""
+    options = {"decode": False, "attention_fn": mc.attention_fn} | options
+    return nnx.MultiHeadAttention(heads, width, rngs=rngs or nnx.Rngs(0), **options)
+
+
 class NNXModel(nnx.Module):
     """Two attention layers on the same input."""
 
     def __init__(self, rngs, heads=4, kv_heads=None, **options):
-        self.layers = nnx.List(
-            [
-                nnx.MultiHeadAttention(
-                    heads,
-                    16,
-                    num_kv_heads=kv_heads,
-                    decode=False,
-                    attention_fn=mc.attention_fn,
-                    rngs=rngs,
-                    **options,
-                )
-                for _ in range(2)
-            ]
-        )
+        options |= {"rngs": rngs, "num_kv_heads": kv_heads}
+        self.layers = nnx.List([nnx_attention(heads, **options) for _ in range(2)])
 
     def __call__(self, x):
         for layer in self.layers:

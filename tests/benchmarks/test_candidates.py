@@ -1,4 +1,4 @@
-"""Candidates of the field against their definitions, in NumPy and float64."""
+"""Candidates of the field, adapters and iterations, against their definitions."""
 
 import math
 

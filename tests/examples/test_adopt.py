@@ -1,4 +1,4 @@
-"""The adoption examples: plain AdamW, and MuonClip after each diff."""
+"""The adoption examples: plain AdamW, MuonClip after each diff, kernels cut in one."""
 
 import re
 import runpy

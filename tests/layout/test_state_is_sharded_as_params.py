@@ -1,4 +1,7 @@
-"""`init` shards the moments as their parameters, so that one compilation does."""
+"""`init` shards the moments as their parameters, or finer; what it refuses by path.
+
+One sharding from the start on is one compilation.
+"""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Explicit axes: under `vmap`, under differentiation, and without an optimizer."""
+"""Updates under `vmap` and differentiation, on explicit axes and in ensembles."""
 
 import contextlib
 import functools

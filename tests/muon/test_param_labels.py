@@ -1,4 +1,4 @@
-"""Labels of leaves, and with them a rate of its own for the output head."""
+"""Labels of leaves and rates by label, scales by shape and rates by width."""
 
 import functools
 import math

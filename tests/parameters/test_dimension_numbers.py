@@ -1,4 +1,4 @@
-"""Routing of every stock Flax layer, in Linen and NNX."""
+"""Routing of every stock Flax layer, in Linen and NNX, and numbers that are given."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Query, key and value: heads or a stack, by their siblings, or an error."""
+"""Query, key and value: heads or a stack, wherever it is, or an error."""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""A path is the names that lead to a leaf, whatever the containers are made of."""
+"""A path is the names that lead to a leaf, whatever the containers are made of.
+
+The names of axes that params carry tell stacks and the vocabulary.
+"""
 
 import dataclasses
 
