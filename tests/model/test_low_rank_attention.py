@@ -3,8 +3,6 @@
 A reading knows what they do to the logits; names do not, and say so.
 """
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -115,14 +113,20 @@ def test_what_is_not_known_to_act_on_the_logits_is_refused(extra):
     (name, *_) = extra
     kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
     kernels["attn"]["query"] |= extra
-    said = rf"attn/query/{name}.*do to the logits"
     for call in (mc.qk_clip().init, mc.flax_attention_layers):
-        with pytest.raises(ValueError, match=rf"{said}.*mc\.read_model"):
+        message = rf"attn/query/{name}.*do to the logits.*mc\.read_model"
+        with pytest.raises(ValueError, match=message):
             call(kernels)
-    assert re.search(said, mc.describe(kernels).splitlines()[-1])
     query, key = ((mc.HeadLeaf(f"{x}/kernel", 3),) for x in ("query", "key"))
     layer = mc.AttentionLayer("attn", query, key)
     mc.qk_clip(attention=[layer]).init(kernels)  # who writes a layer knows
+
+
+def test_the_table_says_it_too():
+    kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
+    kernels["attn"]["query"]["scale"] = jnp.ones(E)
+    text = mc.describe(kernels)
+    assert "attn/query/scale' do to the logits" in text.splitlines()[-1]
 
 
 def test_weight_norm_of_linen_is_refused():
