@@ -181,6 +181,7 @@ CASES = {
         {"q": FLAT},
         tied_by_groups,
         {"a": ((leaf("q"),), (head_part("q", H, 0, 2),))},
+        joint=(1,),
     ),
 }
 
