@@ -10,13 +10,13 @@ import helpers
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import language_models
 import pytest
 import tables
 import train_lm_in_figures
 from alternating import alternate, compare
 from attention_statistics import ATTENTIONS, figures
 from helpers import ROOT, run_script
-from language_models import gpt2, kimi_k2
 from optax_main import RELEASED
 from tables import pages, Report, Table, with_tables
 
@@ -155,7 +155,7 @@ def test_steps_and_shares_of_the_example_are_those_of_its_runs(tmp_path):
 
 
 def test_kimi_k2_is_read_from_shapes_within_seconds():
-    shapes, loss = kimi_k2()
+    shapes, loss = language_models.kimi_k2()
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         shapes,
@@ -182,7 +182,7 @@ def test_kimi_k2_is_read_from_shapes_within_seconds():
 @pytest.mark.more
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_recording_adds_no_memory_and_no_arithmetic_to_speak_of(name):
-    shapes, loss = gpt2(16, 1, 2, 32, 64, ATTENTIONS[name])
+    shapes, loss = language_models.gpt2(16, 1, 2, 32, 64, ATTENTIONS[name])
     programs, _ = attention_statistics.steps(shapes, loss, 64)
     plans = {k: x.memory_analysis().temp_size_in_bytes for k, x in programs.items()}
     work = {k: x.cost_analysis()["flops"] for k, x in programs.items()}
