@@ -43,6 +43,8 @@ def test_grouped_queries_in_nnx():
     assert table["layers/1/key/kernel"].endswith("key, 2 heads, stays")
     assert table["layers/1/query/kernel"].endswith("query, 4 heads")
 
+
+def test_columns_line_up_and_no_line_ends_in_space():
     params = {"a": jnp.ones((2, 2)), "longer": {"bias": jnp.ones(3)}}
     lines = mc.describe(params).splitlines()
     words = ("optimizer", "muon", "adamw")
