@@ -137,6 +137,7 @@ def test_muon_calls_functions_with_all_params(name):
     given = mc.muon(RATE, **{name: VALUES[name]})
     found, expected = called.init(PARAMS), given.init(PARAMS)
     assert seen == [PARAMS]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in leaf_pairs(found, expected):
         assert x.sharding == y.sharding
 
