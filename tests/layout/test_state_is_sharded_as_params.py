@@ -1,4 +1,4 @@
-"""`init` shards the moments as their parameters, or finer, so that one compilation does."""
+"""`init` shards moments as their parameters, or finer, so that one compilation does."""
 
 import chex
 import jax
