@@ -449,9 +449,8 @@ def test_heads_that_a_fused_kernel_cuts():
     kernel, row = normal(0, 6, 3 * HEADS * 2), jnp.array([5.0, 300, 5, 400])
     check = clip_of_blocks(fused_layer("", 2), P(None, "tensor"), {"c_attn": kernel})
     check(row, P())
-    with pytest.raises(
-        ValueError, match=r"'tensor'\] cut 'c_attn/kernel' across heads"
-    ):
+    message = r"'tensor'\] cut 'c_attn/kernel' across heads"
+    with pytest.raises(ValueError, match=message):
         check(row, P("tensor"))
 
 
@@ -461,8 +460,7 @@ def test_blocks_that_cut_through_heads(heads):
     kernels = {n: normal(i, 6, heads * 4) for i, n in enumerate(("q_proj", "k_proj"))}
     check = clip_of_blocks(flat_layer("", 4), P(None, "tensor"), kernels)
     check(jnp.arange(heads) * 90.0, P())
-    with pytest.raises(
-        ValueError, match=r"'tensor'\] cut 'q_proj/kernel' across heads"
-    ):
+    message = r"'tensor'\] cut 'q_proj/kernel' across heads"
+    with pytest.raises(ValueError, match=message):
         # As many as a device would have if a block had whole heads only.
         check(jnp.ones(4), P("tensor"))

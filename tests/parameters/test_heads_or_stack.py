@@ -10,6 +10,7 @@ import pytest
 from containers import table
 from helpers import one_at_a_time
 from optax.contrib import MuonDimensionNumbers as Numbers
+from trees import dense, tree_of
 
 import muonclip_jax as mc
 
@@ -132,18 +133,13 @@ def test_a_kernel_at_the_root_goes_by_its_rank(siblings):
 @pytest.mark.parametrize("name", ["output_layer", "output", "OutputDense_0"])
 def test_the_output_of_the_model_where_sizes_coincide(name):
     """As many bytes as the MLP is wide: nothing but the name shows the head."""
-    kernel, norm = jnp.ones, {"scale": jnp.ones(64)}
-    block = {
-        "linear1": {"kernel": kernel((64, 256)), "bias": jnp.ones(256)},
-        "linear2": {"kernel": kernel((256, 64)), "bias": jnp.ones(64)},
-        "norm": norm,
-    }
-    params = {
-        "embedding": {"embedding": jnp.ones((256, 64))},
-        "blocks": {"0": block, "1": block},
-        name: {"kernel": kernel((64, 256)), "bias": jnp.ones(256)},
-    }
-    found = mc.flax_dimension_numbers(params)
+    leaves = {"embedding/embedding": (256, 64)} | dense(name, 64, 256)
+    for i in range(2):
+        leaves |= dense(f"blocks/{i}/linear1", 64, 256) | {
+            f"blocks/{i}/norm/scale": (64,)
+        }
+        leaves |= dense(f"blocks/{i}/linear2", 256, 64)
+    found = mc.flax_dimension_numbers(tree_of(leaves))
     assert found[name]["kernel"] is None
     assert found["blocks"]["0"]["linear1"]["kernel"] is not None
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import first_update, normal, one_at_a_time
 from optax.contrib import MuonDimensionNumbers
-from trees import is_shape, rules_in
+from trees import is_shape, linear, nested, rules_in
 from trees_of_others import build, look_up, read_models
 
 import muonclip_jax as mc
@@ -25,8 +25,8 @@ def arrays(shapes):
     return jax.tree.map(lambda x: normal(x, *x), shapes, is_leaf=is_shape)
 
 
-def layer(*kernel, bias=None):
-    return {"kernel": kernel, "bias": bias or kernel[-1:]}
+def layer(name, *kernel, bias=None):
+    return {f"{name}/kernel": kernel, f"{name}/bias": bias or kernel[-1:]}
 
 
 # What a mask by names shows of these, a reading calls a table and an output head.
@@ -63,42 +63,28 @@ def test_the_error_of_a_mask_by_names_says_what_to_write(name, is_read, is_given
     assert not np.allclose(updates["w"], LOOKED_UP["w"])
 
 
+#: Shapes by path.
 MODELS = {
-    "turned kernels": {
-        "h": {
-            "0": {
-                "ln_1": {"scale": (12,), "bias": (12,)},
-                "c_attn": layer(36, 12, bias=(36,)),
-                "c_fc": layer(40, 12, bias=(40,)),
-                "c_proj": layer(12, 40, bias=(12,)),
-            }
-        },
-        "wte": {"embedding": (50, 12)},
-    },
-    "kernels of Flax": {"up": layer(12, 40), "down": layer(40, 12)},
-    "patches": {
-        "embedding": layer(4, 4, 3, 24),
-        "up": layer(24, 48),
-        "down": layer(48, 24),
-    },
-    "heads": {
-        "to_heads": layer(9, 4, 6, bias=(4, 6)),
-        "merge": layer(4, 6, 9, bias=(9,)),
-    },
-    "scanned windows": {"conv": layer(5, 3, 8, 8, bias=(5, 8)), "up": layer(8, 20)},
+    "turned kernels": layer("h/0/c_attn", 36, 12, bias=(36,))
+    | layer("h/0/c_fc", 40, 12, bias=(40,))
+    | layer("h/0/c_proj", 12, 40, bias=(12,))
+    | {"h/0/ln_1/scale": (12,), "h/0/ln_1/bias": (12,), "wte/embedding": (50, 12)},
+    "kernels of Flax": layer("up", 12, 40) | layer("down", 40, 12),
+    "patches": layer("embedding", 4, 4, 3, 24)
+    | layer("up", 24, 48)
+    | layer("down", 48, 24),
+    "heads": layer("to_heads", 9, 4, 6, bias=(4, 6)) | layer("merge", 4, 6, 9),
+    "scanned windows": layer("conv", 5, 3, 8, 8, bias=(5, 8)) | layer("up", 8, 20),
     "layers at axis 1": {
-        "layers": {
-            "norm": {"scale": (8, 3)},
-            "mlp": {"wi": {"kernel": (8, 3, 8)}, "wo": {"kernel": (8, 3, 8)}},
-        }
+        "layers/norm/scale": (8, 3),
+        "layers/mlp/wi/kernel": (8, 3, 8),
+        "layers/mlp/wo/kernel": (8, 3, 8),
     },
-    "Equinox": {
-        "conv": {"weight": (12, 4, 3, 3), "bias": (12, 1, 1)},
-        "up": {"weight": (40, 12), "bias": (40,)},
-        "down": {"weight": (12, 40), "bias": (12,)},
-    },
-}  # fmt: skip
-PARAMS = {name: arrays(shapes) for name, shapes in MODELS.items()}
+    "Equinox": {"conv/weight": (12, 4, 3, 3), "conv/bias": (12, 1, 1)}
+    | linear("up", 40, 12)
+    | linear("down", 12, 40),
+}
+PARAMS = {name: arrays(nested(leaves)) for name, leaves in MODELS.items()}
 SCALES = [0.2, None, "mup"]
 
 
@@ -143,7 +129,7 @@ def test_which_side_is_the_input_matters_to_two_scales_alone(name):
         tx = mc.scale_by_muon(consistent_rms=rms)
         with pytest.raises(ValueError, match="which axes are the inputs of"):
             optax.masked(tx, mc.matrix_mask).init(PARAMS[name])
-    square = {"a": arrays(layer(8, 8))}
+    square = arrays(nested(layer("a", 8, 8)))
     tx = mc.scale_by_muon(consistent_rms=None)
     optax.masked(tx, mc.matrix_mask).init(square)
 
