@@ -324,10 +324,8 @@ def trained(tx, params, gradients, **extra):
 def updates_of(tx, gradients, params=None, **extra):
     """The last updates and the state after steps in which the params stay."""
     gradients = list(gradients)
-    state, update = (
-        tx.init(gradients[0] if params is None else params),
-        jax.jit(tx.update),
-    )
+    start = gradients[0] if params is None else params
+    state, update, updates = tx.init(start), jax.jit(tx.update), None
     for each in gradients:
         updates, state = update(each, state, params, **extra)
     return updates, state
