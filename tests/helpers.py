@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 
 import muonclip_jax as mc
 
@@ -254,24 +255,18 @@ class ScannedModel(nn.Module):
         return x
 
 
+def nnx_attention(heads=4, width=16, rngs=None, **options):
+    """Flax's own layer, which records its logits."""
+    options = {"decode": False, "attention_fn": mc.attention_fn} | options
+    return nnx.MultiHeadAttention(heads, width, rngs=rngs or nnx.Rngs(0), **options)
+
+
 class NNXModel(nnx.Module):
     """Two attention layers on the same input."""
 
     def __init__(self, rngs, heads=4, kv_heads=None, **options):
-        self.layers = nnx.List(
-            [
-                nnx.MultiHeadAttention(
-                    heads,
-                    16,
-                    num_kv_heads=kv_heads,
-                    decode=False,
-                    attention_fn=mc.attention_fn,
-                    rngs=rngs,
-                    **options,
-                )
-                for _ in range(2)
-            ]
-        )
+        options |= {"rngs": rngs, "num_kv_heads": kv_heads}
+        self.layers = nnx.List([nnx_attention(heads, **options) for _ in range(2)])
 
     def __call__(self, x):
         for layer in self.layers:
@@ -308,6 +303,39 @@ def nnx_model(**options):
     return nnx.merge(graph, randomize(state))
 
 
+def step_of(tx):
+    """A step of training: the params and the state after an update."""
+
+    def step(gradients, state, params, **extra):
+        updates, state = tx.update(gradients, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def trained(tx, params, gradients, **extra):
+    """The params and the state after a step for each of the gradients."""
+    state, step = tx.init(params), jax.jit(step_of(tx))
+    for each in gradients:
+        params, state = step(each, state, params, **extra)
+    return params, state
+
+
+def updates_of(tx, gradients, params=None, **extra):
+    """The last updates and the state after steps in which the params stay."""
+    gradients = list(gradients)
+    start = gradients[0] if params is None else params
+    state, update, updates = tx.init(start), jax.jit(tx.update), None
+    for each in gradients:
+        updates, state = update(each, state, params, **extra)
+    return updates, state
+
+
+def first_update(tx, gradients, params=None, **extra):
+    state = tx.init(gradients if params is None else params)
+    return tx.update(gradients, state, params, **extra)[0]
+
+
 def clip_at_rest(attention=None, model=None):
     """An update of zeros after `qk_clip`, compiled for all thresholds and shares."""
 
@@ -315,12 +343,35 @@ def clip_at_rest(attention=None, model=None):
     def step(params, stats, threshold, alpha=0.5):
         tx = mc.qk_clip(threshold, alpha=alpha, model=model, attention=attention)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        updates, state = tx.update(
-            zeros, tx.init(params), params, attention_stats=stats
-        )
-        return optax.apply_updates(params, updates), state
+        return step_of(tx)(zeros, tx.init(params), params, attention_stats=stats)
 
     return step
+
+
+def query_and_key(*shape, draw=ones):
+    """Kernels of a layer of attention as Flax names them, one for both."""
+    kernel = draw(*shape)
+    return {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+
+
+def leaf_pairs(one, other):
+    return zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    """`mesh_of(data=2, tensor=4)`"""
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def on_mesh(mesh, specs):
+    """The shardings of leaves from their specs."""
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def assert_where(tree, shardings) -> None:
+    for x, sharding in leaf_pairs(tree, shardings):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), (x.shape, x.sharding)
 
 
 def largest(stats):

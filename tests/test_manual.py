@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import few, ROOT
+from helpers import few, ROOT, run_script
 
 import muonclip_jax as mc
 
@@ -57,25 +57,10 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 LONG = {
     ROOT / "docs" / f"{name}.md"
     for name in (
-        "adoption",
-        "devices",
-        "fine_tuning",
-        "from_optax",
-        "kernels",
-        "labels",
-        "layouts",
-        "libraries",
-        "logging",
-        "pmap",
-        "qk_clip",
-        "quick_start_linen",
-        "quick_start_nnx",
-        "reinforcement",
-        "speed",
-        "speedruns",
-        "troubleshooting",
-        "tuning_variants",
-        "vision",
+        *("adoption", "devices", "fine_tuning", "from_optax", "kernels", "labels"),
+        *("layouts", "libraries", "logging", "pmap", "qk_clip", "quick_start_linen"),
+        *("quick_start_nnx", "reinforcement", "speed", "speedruns", "troubleshooting"),
+        *("tuning_variants", "vision"),
     )
 }
 
@@ -260,3 +245,19 @@ def test_error_messages_of_the_page_exist():
     pieces = [x for row in rows for x in re.findall(r"`([^`]+)`", row)]
     words = [word.strip() for piece in pieces for word in piece.split("...")]
     assert [word for word in words if word not in known] == []
+
+
+DIAGRAMS = ROOT / "docs" / "diagrams"
+
+
+@pytest.mark.more
+def test_drawn_again_they_are_the_same(tmp_path):
+    run_script(DIAGRAMS / "draw.py", "--out", tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert drawn == {path.name: path.read_text() for path in DIAGRAMS.glob("*.svg")}
+
+
+def test_every_diagram_is_in_the_manual():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for path in DIAGRAMS.glob("*.svg"):
+        assert f"(diagrams/{path.name})" in pages

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import one_at_a_time, randomize
+from helpers import leaf_pairs, normal, one_at_a_time, query_and_key, randomize, trained
 from internals import muon_module, muonclip_module, scale_module
 from optax.contrib import MuonDimensionNumbers
 
@@ -138,7 +138,7 @@ def test_muon_calls_functions_with_all_params(name):
     found, expected = called.init(PARAMS), given.init(PARAMS)
     assert seen == [PARAMS]
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for x, y in leaf_pairs(found, expected):
         assert x.sharding == y.sharding
 
 
@@ -161,20 +161,15 @@ OWN -= STEPS
 
 
 def gradients(step):
-    generator = np.random.default_rng((2, step))
-    draws = {k: generator.normal(size=p.shape) for k, p in PARAMS.items()}
-    return jax.tree.map(lambda g: g.astype(np.float32), draws)
+    return {
+        k: normal((2, step, i), *x.shape) for i, (k, x) in enumerate(PARAMS.items())
+    }
 
 
 def walk(tx, names):
     """The params after four steps; in the first one both decays of Adam cancel."""
-    params = {k: PARAMS[k] for k in names}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for step in range(4):
-        grads = {k: gradients(step)[k] for k in names}
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    each = ({k: gradients(step)[k] for k in names} for step in range(4))
+    return trained(tx, {k: PARAMS[k] for k in names}, each)[0]
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
@@ -209,24 +204,17 @@ def test_the_matrices_follow_the_formula(name):
         np.testing.assert_allclose(actual[k], expected, rtol=1e-5, atol=1e-6)
 
 
-KERNEL = {"kernel": jnp.ones((8, 2, 4))}
-ATTENTION = {"layer": {"query": KERNEL, "key": KERNEL}}
+ATTENTION = {"layer": query_and_key(8, 2, 4)}
 LOGITS = {"layer": {"max_logits": jnp.asarray([400.0, 90.0])}}
+
+
+SCHEDULES = ["learning_rate", "weight_decay", "adam_weight_decay"]
+SCHEDULES += ["beta", "alpha", "threshold"]
 
 
 @pytest.mark.parametrize(
     "name, wrong",
-    one_at_a_time(
-        [
-            "learning_rate",
-            "weight_decay",
-            "adam_weight_decay",
-            "beta",
-            "alpha",
-            "threshold",
-        ],
-        [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"],
-    ),
+    one_at_a_time(SCHEDULES, [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"]),
 )
 def test_a_schedule_that_returns_no_number_is_named(name, wrong):
     """By `init` or by the first update, eager and traced."""
@@ -261,15 +249,11 @@ def test_injected_numbers_do_what_plain_ones_do():
     static = tuple(options_of(mc.muonclip).keys() - numbers.keys())
     injected = optax.inject_hyperparams(mc.muonclip, static_args=static)(**numbers)
 
-    def trained(tx):
-        state, update, found = tx.init(params), jax.jit(tx.update), params
-        for _ in range(2):
-            updates, state = update(grads, state, found, attention_stats=LOGITS)
-            found = optax.apply_updates(found, updates)
-        return found
-
-    found, expected = trained(injected), trained(mc.muonclip(**numbers))
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    found, expected = (
+        trained(tx, params, [grads] * 2, attention_stats=LOGITS)[0]
+        for tx in (injected, mc.muonclip(**numbers))
+    )
+    for x, y in leaf_pairs(found, expected):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 

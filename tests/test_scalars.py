@@ -26,6 +26,7 @@ PARAMS = {
 }
 PARAMS["layers"]["attn"]["key"] = {"kernel": normal(2, 3, *KERNEL)}
 STACKED = {"dimension_numbers": {"layers/*": mc.MuonDimensionNumbers(1, (2, 3))}}
+ONE_STEP = STACKED | {"orthogonalizer": mc.NewtonSchulz(steps=1)}
 LOGITS = np.asarray([[5.0, 400.0], [np.inf, 7.0], [120.0, 2.0]], np.float32)
 STATS = {"layers": {"attn": {"max_logits": jnp.asarray(LOGITS)}}}
 
@@ -85,9 +86,7 @@ def test_without_attention_and_under_jit():
 
 
 def test_a_state_of_other_params_is_refused():
-    _, state = one_step(
-        mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1), **STACKED)
-    )
+    _, state = one_step(mc.muonclip(0.1, **ONE_STEP))
     other = {"attn": {name: {"kernel": jnp.ones(KERNEL)} for name in ("query", "key")}}
     with pytest.raises(ValueError, match="the optimizer state holds 6 heads"):
         mc.scalars(state, other)
@@ -110,9 +109,7 @@ def test_the_loggers_of_the_manual_take_the_numbers(monkeypatch):
     }
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    _, state = one_step(
-        mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1), **STACKED)
-    )
+    _, state = one_step(mc.muonclip(0.1, **ONE_STEP))
     page = ROOT / "docs" / "logging.md"
     titled = [b for b in blocks(page) if b.kind == "python" and "Needs" in b.title]
     for block in titled:
@@ -139,20 +136,16 @@ def test_every_rate_has_a_name_of_its_own():
     assert hyperparams(groups) == rates
     # What leads to all of them says nothing.
     assert hyperparams(optax.chain(optax.clip(1.0), groups)) == rates
-    assert hyperparams(optax.chain(optax.clip(1.0), rate(0.5))) == {
-        "learning_rate": 0.5
-    }
+    alone = hyperparams(optax.chain(optax.clip(1.0), rate(0.5)))
+    assert alone == {"learning_rate": 0.5}
 
     def clipped(learning_rate):
         clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=2.0)
         return optax.chain(clip, rate(4.0), optax.sgd(learning_rate))
 
-    nested = optax.inject_hyperparams(clipped)(learning_rate=8.0)
-    assert hyperparams(nested) == {
-        "learning_rate": 8.0,
-        "0/max_norm": 2.0,
-        "1/learning_rate": 4.0,
-    }
+    nested = hyperparams(optax.inject_hyperparams(clipped)(learning_rate=8.0))
+    own = {"0/max_norm": 2.0, "1/learning_rate": 4.0}
+    assert nested == own | {"learning_rate": 8.0}
 
     def twice(learning_rate):
         return rate(2 * learning_rate)
@@ -208,11 +201,8 @@ def test_second_clip_and_clip_before_muon_are_named():
     twice = optax.chain(mc.muonclip(0.0, **STACKED), clip)
     updates, state = one_step(twice)
     # 400 to 25, not to 100: the head is scaled by the square of its factor.
-    query, key = (
-        (PARAMS["layers"]["attn"][n]["kernel"] + updates["layers"]["attn"][n]["kernel"])
-        / PARAMS["layers"]["attn"][n]["kernel"]
-        for n in ("query", "key")
-    )
+    before, moved = (tree["layers"]["attn"] for tree in (PARAMS, updates))
+    query, key = (1 + moved[n]["kernel"] / before[n]["kernel"] for n in before)
     factor = (query * key)[0, :, 1]
     np.testing.assert_allclose(factor, (100 / 400) ** 2, rtol=1e-4)
     with pytest.raises(ValueError, match="2 qk_clip states.*scales what another has"):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import clip_at_rest, more, normal, ones
+from helpers import clip_at_rest, more, nnx_attention, normal, ones
 from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
@@ -121,10 +121,7 @@ def in_linen():
 
 
 def in_nnx():
-    layer = nnx.MultiHeadAttention(
-        3, 12, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
-    )
-    x = normal(0, 2, 9, 12)
+    layer, x = nnx_attention(3, 12), normal(0, 2, 9, 12)
     call = nnx.capture(lambda m, x: m(x, sow_weights=True), nnx.Intermediate)
     return call(layer, x)
 

@@ -1,14 +1,12 @@
 """The variants in docs/tuning_variants.md, against their definitions in float64."""
 
 import ast
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import polynomial_of, ROOT
+from helpers import polynomial_of, ROOT, trained
 from test_manual import blocks
 
 import muonclip_jax as mc
@@ -43,14 +41,8 @@ def gradients(page, step):
 
 def followed(page, tx):
     """The params after some steps of the gradients above."""
-    params: Any = page["params"]
-    update = jax.jit(tx.update)
-    state = tx.init(params)
-    for step in range(STEPS):
-        grads = jax.tree.map(jnp.float32, gradients(page, step))
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    each = (jax.tree.map(jnp.float32, gradients(page, i)) for i in range(STEPS))
+    return trained(tx, page["params"], each)[0]
 
 
 def compared(page, tx, name, rule):
@@ -61,9 +53,8 @@ def compared(page, tx, name, rule):
         w = steps.send(gradients(page, step)[name])
     start = page["params"][name]
     after = followed(page, tx)[name]
-    np.testing.assert_allclose(
-        after - start, w - start, atol=1e-4 * abs(w - start).max()
-    )
+    atol = 1e-4 * abs(w - start).max()
+    np.testing.assert_allclose(after - start, w - start, atol=atol)
 
 
 def unit(x):

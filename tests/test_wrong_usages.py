@@ -68,25 +68,20 @@ VALUES = {
     "function": lambda count: "what it returns is wrong, too",
 }
 
-NUMBER: set[str] = set()
-NUMBER_OR_NONE = {"none"}
 # Optax does not refuse negative rates either: they ascend. What a schedule returns is
 # its own affair.
 RATE = {"function", "negative"}
 RATE_OR_NONE = RATE | {"none"}
 FLAG = {"bool"}
 FLAG_OR_NONE = FLAG | {"none"}
-WHOLE: set[str] = set()
-WHOLE_OR_NONE = {"none"}
-CHOICE: set[str] = set()
-DTYPE = {"none"}
 SCHEDULE = {"function"}
 FUNCTION_OR_NONE = {"none", "function"}
-TREE_OR_NONE = {"none"}
-ARRAY: set[str] = set()
+NUMBER: set[str] = set()
+WHOLE, CHOICE, ARRAY = NUMBER, NUMBER, NUMBER
+NUMBER_OR_NONE = {"none"}
+WHOLE_OR_NONE, DTYPE, TREE_OR_NONE, WINDOW = [NUMBER_OR_NONE] * 4
 # Numbers and short lists broadcast.
 BROADCAST = {"none", "list", "nan", "negative", "bool"}
-WINDOW = {"none"}
 
 MUON = {
     "beta": SCHEDULE,
@@ -337,9 +332,8 @@ NO_LAYERS = "a function from params to one; got "
 
 def of_shapes(query, key, heads):
     """The clip of a layer with kernels of these shapes."""
-    params = {
-        "attn": {"query": {"kernel": jnp.ones(query)}, "key": {"kernel": jnp.ones(key)}}
-    }
+    shapes = {"query": query, "key": key}
+    params = {"attn": {name: {"kernel": jnp.ones(x)} for name, x in shapes.items()}}
     stats = {"attn": {"max_logits": jnp.ones(heads)}}
     return lambda: update(mc.muonclip(1e-3), params, params, stats)
 

@@ -16,6 +16,7 @@ from helpers import (
     linen_variables,
     LinenModel,
     naive_logits,
+    nnx_attention,
     nnx_model,
     nnx_stats,
 )
@@ -55,19 +56,15 @@ REPEATED = ((True, 4), (False, 4), (False, 2))
 def test_nnx_output_equals_flax(kv_heads, sow):
     x = inputs()
     causal = nnx.make_causal_mask(x[..., 0])
-    stock = nnx.MultiHeadAttention(
-        4, 16, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0)
-    )
+    stock = nnx_attention(num_kv_heads=kv_heads, attention_fn=nnx.dot_product_attention)
     ours = nnx.clone(stock)
     ours.attention_fn = mc.attention_fn
     run = nnx.capture(lambda m: m(x, mask=causal, sow_weights=sow), nnx.Intermediate)
-    chex.assert_trees_all_close(
-        run(ours)[0], stock(x, mask=causal), rtol=2e-5, atol=2e-5
-    )
+    expected = stock(x, mask=causal)
+    chex.assert_trees_all_close(run(ours)[0], expected, rtol=2e-5, atol=2e-5)
     gradient = nnx.grad(lambda m: run(m)[0].var())
-    chex.assert_trees_all_close(
-        as_pure(gradient(ours)), as_pure(gradient(stock)), rtol=1e-4, atol=1e-5
-    )
+    found, expected = (as_pure(gradient(model)) for model in (ours, stock))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def linen_projections(layer_params, x):
@@ -85,9 +82,7 @@ def test_linen_statistic_is_next_to_query_and_key():
     stats = linen_stats(model, params, x)
     for name in ("layer_0", "layer_1"):
         query, key = linen_projections(params[name]["attention"], np.asarray(x))
-        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(
-            axis=(0, 2, 3)
-        )
+        expected = naive_logits(query, key, np.tri(6)).max(axis=(0, 2, 3))
         actual = stats[name]["attention"]["max_logits"]
         chex.assert_shape(actual, (4,))
         np.testing.assert_allclose(actual, expected, rtol=1e-4)
@@ -165,11 +160,7 @@ def test_a_layer_called_twice_keeps_the_maximum():
 @pytest.mark.parametrize("length", [512, 2048])
 def test_the_statistic_shares_the_logits_that_attention_forms(length):
     """Neither a second product of query and key nor memory for its result."""
-    layer = nnx.eval_shape(
-        lambda: nnx.MultiHeadAttention(
-            2, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
-        )
-    )
+    layer = nnx.eval_shape(lambda: nnx_attention(2, 16))
     graph, params = nnx.split(layer)
 
     def compiled(record):

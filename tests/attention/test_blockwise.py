@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import more, naive_logits, normal
+from helpers import leaf_pairs, more, naive_logits, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,26 +104,20 @@ def test_a_narrow_window_equals_a_mask(lengths, window, has_bias):
     bias = normal(6, 1, 4, *lengths) if has_bias else jnp.zeros((1, 1, 1, 1))
     cotangent = normal(3, *inputs[0].shape)
 
-    @jax.jit
-    def attend(options, *x):
-        attention = functools.partial(mc.blockwise_attention, block_size=16)
-        (output, largest), vjp = jax.vjp(
-            lambda q, k, v, b: attention(
-                q,
-                k,
-                v,
-                bias=b,
-                **options,
-                **({} if options else {"local_window_size": window}),
-            ),
-            *x,
-        )
-        return output, largest, vjp((cotangent, jnp.ones_like(largest)))
+    def attend(options):
+        block = functools.partial(mc.blockwise_attention, block_size=16, **options)
 
-    actual, expected = (
-        attend(options, *inputs, bias) for options in ({}, {"mask": mask})
-    )
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        @jax.jit
+        def run(*x):
+            (output, largest), vjp = jax.vjp(
+                lambda q, k, v, b: block(q, k, v, bias=b), *x
+            )
+            return output, largest, vjp((cotangent, jnp.ones_like(largest)))
+
+        return run(*inputs, bias)
+
+    actual, expected = map(attend, ({"local_window_size": window}, {"mask": mask}))
+    for a, e in leaf_pairs(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5)
 
 

@@ -261,11 +261,7 @@ def markdown_tables(page: Path) -> Iterator[Table]:
 
 def peaks(threshold: float) -> list[float]:
     file = ROOT / "benchmarks" / "evidence" / "results" / "explosion.jsonl"
-    runs = (json.loads(line) for line in file.open())
-    found = [
-        run["peak"]
-        for run in runs
-        if json.loads(run["run"]).get("threshold", math.inf) == threshold
-    ]
+    runs = [(json.loads(x["run"]), x["peak"]) for x in map(json.loads, file.open())]
+    found = [x for run, x in runs if run.get("threshold", math.inf) == threshold]
     assert len(found) == 6
     return found

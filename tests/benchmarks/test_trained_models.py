@@ -139,11 +139,10 @@ def test_the_miniature_of_kimi_k2_computes_what_that_of_the_example_does():
     record = mc.record_attention(lambda model: model(TOKENS))
     expected, recorded = nnx.jit(record)(peer)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    recorded_by_model = jax.tree.leaves_with_path(jax.tree.map(np.asarray, seen))
     largest = {
         x.tobytes(): x
-        for path, x in jax.tree_util.tree_leaves_with_path(
-            jax.tree.map(np.asarray, seen)
-        )
+        for path, x in recorded_by_model
         if "max_logits" in jax.tree_util.keystr(path)
     }
     assert len(largest) == len(jax.tree.leaves(recorded)) == EXPERTS.layers

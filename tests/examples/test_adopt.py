@@ -1,4 +1,4 @@
-"""The adoption examples: plain AdamW, and MuonClip after each diff."""
+"""The adoption examples: plain AdamW, MuonClip after each diff, kernels cut in one."""
 
 import re
 import runpy
@@ -9,7 +9,7 @@ import sys
 import jax
 import optax
 import pytest
-from helpers import EXAMPLES, few
+from helpers import EXAMPLES, few, run_script
 
 import muonclip_jax as mc
 
@@ -93,3 +93,36 @@ def test_after(name, patched, monkeypatch, capsys):
     first, last = losses(patched, name, monkeypatch, capsys, steps=12)
     assert last < first
     assert seen[0] == 8  # two layers of four heads
+
+
+#: Matrices of the leaves, from each model's configuration: heads x features x head_dim,
+#: and what stays whole.
+MATRICES = {
+    "gpt2": ["24 x 768 x 64 + 1 x 768 x 768"],
+    "llama-huggingface": ["32 x 2048 x 64", "8 x 2048 x 64", "1 x 2048 x 512"],
+    "llama-equinox": ["32 x 2048 x 64", "8 x 2048 x 64"],
+    "llama-levanter": ["512 x 2048 x 64"],  # 16 layers of 32
+    "bloom": ["32 x 1024 x 64 + 1 x 1024 x 1024"],
+    "qwen3-next": ["96 x 2048 x 128"],  # 16 queries, 16 keys, 32 values, 32 gates
+    "gated-mlp": ["2 x 3072 x 8192", "1 x 8192 x 3072"],
+}
+
+
+def test_fused_kernels_of_real_models_are_each_cut_by_one_command():
+    run = run_script(ADOPT / "matrices.py")
+    # A model's block is a line about it, a table, and below that totals.
+    blocks = re.split(r"^(?=[\w-]+: )", run.stdout, flags=re.MULTILINE)
+    tables = dict(block.split(":", 1) for block in blocks if block)
+    assert tables.keys() == MATRICES.keys()
+    for name, matrices in MATRICES.items():
+        rows = tables[name].split("\n\n")[0].splitlines()[2:]
+        assert len(rows) >= len(matrices)
+        for each in matrices:
+            assert sum(f"  {each} " in row for row in rows) == 1, (name, each)
+        assert all(" muon " in row for row in rows)
+
+
+@pytest.mark.more
+def test_matrices_of_an_unknown_model_are_refused():
+    run = run_script(ADOPT / "matrices.py", "gpt5", check=False)
+    assert run.returncode == 2 and "invalid choice" in run.stderr

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import EXAMPLES, normal, randomize, run_script
+from helpers import EXAMPLES, largest, normal, randomize, run_script
 from kimi_k2_mini import loss_fn, make_optimizer, make_train_step
 from kimi_k2_model import KimiK2, MixtureOfExperts, Router, Sizes
 
@@ -65,10 +65,6 @@ def read(model):
     return mc.read_model(loss_fn, model, tokens())
 
 
-def largest(stats):
-    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
-
-
 def run(*arguments):
     return run_script(EXAMPLES / "kimi_k2_mini.py", *arguments)
 
@@ -105,38 +101,22 @@ def test_every_head_is_clipped_under_a_tiny_threshold(script):
     assert peaks[0] < peaks[1]
 
 
-@pytest.fixture(scope="module")
-def step_at_rate_zero():
-    """What one step sees, does and leaves when only the clip may act."""
+@pytest.mark.more
+def test_a_step_that_only_clips_reports_every_head_and_brings_it_to_the_threshold():
     model = drawn(abstract_model(layers=2), scale=1.0)
     before = largest(forward(model)[1]).reshape(2, 4)
     tau = float(np.median(before[0]))
-    args = argparse.Namespace(
-        steps=10, learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1
-    )
-    reading = read(model)
-    tx = make_optimizer(reading, tau, args)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    metrics = make_train_step()(model, optimizer, tokens(), 0.5)
-    (router,) = model.routers()
-    balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
-    after = largest(forward(model)[1]).reshape(2, 4)
-    return metrics, balance, before, after, tau
-
-
-@pytest.mark.more
-def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
-    *_, before, after, tau = step_at_rate_zero
     assert (before[0] > tau).any() and (before[0] <= tau).any()
-    # After a clipped layer the next one sees other inputs.
-    np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
-
-
-@pytest.mark.more
-def test_a_step_reports_every_head(step_at_rate_zero):
-    (_, _, max_logits, gamma), _, before, _, tau = step_at_rate_zero
+    rates = dict(learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1)
+    args = argparse.Namespace(steps=10, **rates)
+    tx = make_optimizer(read(model), tau, args)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    _, _, max_logits, gamma = make_train_step()(model, optimizer, tokens(), 0.5)
     np.testing.assert_allclose(max_logits, before, rtol=1e-5)
     np.testing.assert_allclose(gamma, np.minimum(1, tau / before), rtol=1e-5)
+    after = largest(forward(model)[1]).reshape(2, 4)
+    # After a clipped layer the next one sees other inputs.
+    np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
 
 
 def test_every_leaf_is_a_matrix_or_not_as_it_should():

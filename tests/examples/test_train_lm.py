@@ -16,6 +16,19 @@ def run(script, *arguments, check=True):
     return run_script(EXAMPLES / script, *arguments, check=check)
 
 
+def run_changed(change, *arguments):
+    """train_lm.py after a change of the modules that it imports."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+sys.argv = {["train_lm.py", *map(str, arguments)]!r}
+import checkpoints, corpus, train_lm
+{change}
+train_lm.main()
+"""
+    return run_script("-c", script, check=False)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     file = tmp_path_factory.mktemp("data") / "text.txt"
@@ -36,14 +49,8 @@ def comparison(tmp_path_factory, text):
 @pytest.mark.more
 def test_comparison_prints_a_table_and_draws(comparison):
     out, result = comparison
-    for word in (
-        "AdamW",
-        "Muon ",
-        "MuonClip",
-        "validation loss",
-        "largest logit",
-        "tokens/s",
-    ):
+    names = ("AdamW", "Muon ", "MuonClip")
+    for word in (*names, "validation loss", "largest logit", "tokens/s"):
         assert word in result.stdout
     words = "Muon (1 of 3)", "MuonClip (2 of 3)", "AdamW (3 of 3)", "left,", "compiling"
     for word in words:
@@ -59,12 +66,9 @@ def test_comparison_prints_a_table_and_draws(comparison):
 def test_every_optimizer_starts_alike_and_the_clip_fires(comparison):
     results = json.loads((comparison[0] / "results.json").read_text())
     assert set(results) == {"adamw", "muon", "muonclip"}
-    assert all(
-        [r["step"] for r in history] == [4, 8, 12] for history in results.values()
-    )
-    assert all(
-        h[-1]["validation_loss"] < h[0]["validation_loss"] for h in results.values()
-    )
+    for history in results.values():
+        assert [r["step"] for r in history] == [4, 8, 12]
+        assert history[-1]["validation_loss"] < history[0]["validation_loss"]
     assert results["muonclip"][-1]["clipped"] > 0 == results["muon"][-1]["clipped"]
     assert results["muonclip"][-1]["max_logit"] < results["muon"][-1]["max_logit"]
 
@@ -93,15 +97,7 @@ checkpoints.Checkpoints.save = killed
 def test_resumed_run_has_the_same_losses(comparison, text, tmp_path, crash):
     arguments = [*SMALL, "--data", text, "--threshold", "0.01"]
     arguments += ["--optimizer", "muonclip", "--out", tmp_path / "run"]
-    script = f"""
-import os, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import checkpoints, corpus, train_lm
-{CRASHES[crash]}
-sys.argv = {["train_lm.py", *map(str, arguments)]!r}
-train_lm.main()
-"""
-    crashed = run_script("-c", script, check=False)
+    crashed = run_changed(CRASHES[crash], *arguments)
     assert crashed.returncode in (9, -9), crashed.stderr
     assert not (tmp_path / "run" / "results.json").exists()
     run("train_lm.py", *arguments, "--resume")
@@ -119,16 +115,8 @@ def test_resuming_where_nothing_has_begun_is_refused(tmp_path):
 
 @pytest.mark.more
 def test_resuming_with_other_settings_is_refused(comparison, text):
-    arguments = [
-        *SMALL,
-        "--data",
-        text,
-        "--out",
-        comparison[0],
-        "--resume",
-        "--threshold",
-        "7",
-    ]
+    arguments = [*SMALL, "--data", text, "--out", comparison[0], "--resume"]
+    arguments += ["--threshold", "7"]
     result = run("train_lm.py", *arguments, check=False)
     assert result.returncode and "--threshold was 0.01, is 7.0" in result.stderr
 
@@ -145,9 +133,8 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_text(content)
-    result = run(
-        "train_lm.py", *SMALL, "--data", file, "--out", tmp_path / "run", check=False
-    )
+    arguments = [*SMALL, "--data", file, "--out", tmp_path / "run"]
+    result = run("train_lm.py", *arguments, check=False)
     assert result.returncode and message in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -159,10 +146,7 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
 def test_an_interruption_says_what_is_saved(text, tmp_path, step):
     """Muon is done, MuonClip saves at 4, 8 and 12, and AdamW has not begun."""
     arguments = [*SMALL, "--data", text, "--out", tmp_path / "run"]
-    script = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import corpus, train_lm
+    change = f"""
 batch, calls = corpus.Corpus.batch, []
 def interrupted(self, *shape, **at):
     calls.append(at)
@@ -170,10 +154,8 @@ def interrupted(self, *shape, **at):
         raise KeyboardInterrupt
     return batch(self, *shape, **at)
 corpus.Corpus.batch = interrupted
-sys.argv = {["train_lm.py", *map(str, arguments)]!r}
-train_lm.main()
 """
-    result = run_script("-c", script, check=False)
+    result = run_changed(change, *arguments)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     saved = step // 4 * 4
     place = f"saved at step {saved} of 12" if saved else "nothing is saved"
@@ -189,17 +171,12 @@ train_lm.main()
 
 @pytest.mark.more
 def test_an_interruption_before_the_first_checkpoint_says_so(text, tmp_path):
-    script = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import corpus, train_lm
+    change = """
 def interrupted(*_, **__):
     raise KeyboardInterrupt
 corpus.Corpus.batch = interrupted
-sys.argv = {["train_lm.py", *SMALL, "--data", str(text), "--out", str(tmp_path)]!r}
-train_lm.main()
 """
-    result = run_script("-c", script, check=False)
+    result = run_changed(change, *SMALL, "--data", text, "--out", tmp_path)
     assert result.returncode == 1 and "--resume" not in result.stderr
     assert "stopped before the first checkpoint: nothing is saved" in result.stderr
 

@@ -1,10 +1,20 @@
-"""`init` shards the moments as their parameters, so that one compilation does."""
+"""`init` shards moments as their parameters, or finer, so that one compilation does."""
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from helpers import more
+from helpers import (
+    assert_where,
+    mesh_of,
+    more,
+    normal,
+    on_mesh,
+    step_of,
+    trained,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,20 +30,21 @@ SPECS = {"up": P(None, "a", "b"), "down": P("a"), "bias": P("b"), "scale": P()}
 
 def placed(*types):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    shardings = on_mesh(mesh, SPECS)
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     return mesh, shardings, jax.device_put(params, shardings)
 
 
-def make(shardings=None, shapes=SHAPES):
-    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+MATRIX = optax.contrib.MuonDimensionNumbers(-2, -1)
+NUMBERS = {name: MATRIX if len(shape) > 1 else None for name, shape in SHAPES.items()}
+
+
+def make(shardings=None):
     return mc.muon(
         optax.linear_schedule(1e-2, 0.0, 10),
         orthogonalizer=mc.NewtonSchulz(steps=2),
         shardings=shardings,
-        dimension_numbers={
-            name: numbers if len(shape) > 1 else None for name, shape in shapes.items()
-        },
+        dimension_numbers=NUMBERS,
     )
 
 
@@ -74,9 +85,7 @@ def test_abstract_params(jit):
     with jax.set_mesh(mesh):
         assert not misplaced(jit(lambda: make(SPECS).init(shapes))(), shardings)
     state = jax.eval_shape(make(shardings).init, shapes)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(
-        jnp.shape, make().init({k: jnp.ones(s) for k, s in SHAPES.items()})
-    )
+    chex.assert_trees_all_equal_shapes(state, make().init(params))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -101,12 +110,37 @@ class CallableTree(dict):
 def test_shardings_that_can_be_called():
     _, shardings, params = placed(A, A)
     tree = CallableTree(params)
-    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
-    tx = mc.muon(
-        1e-2,
-        shardings=CallableTree(shardings),
-        dimension_numbers=CallableTree(
-            {k: numbers if len(v) > 1 else None for k, v in SHAPES.items()}
-        ),
-    )
+    numbers, shardings = CallableTree(NUMBERS), CallableTree(shardings)
+    tx = mc.muon(1e-2, shardings=shardings, dimension_numbers=numbers)
     assert not misplaced(jax.jit(tx.init)(tree), shardings)
+
+
+STACKS = {"up": normal(0, 3, 16, 32), "down": normal(1, 5, 32, 16)}
+
+
+def of_stacks(shardings=None):
+    numbers, steps = mc.MuonDimensionNumbers(-2, -1), mc.NewtonSchulz(steps=2)
+    options = dict(dimension_numbers=numbers, orthogonalizer=steps)
+    return mc.muon(1e-1, shardings=shardings, **options)
+
+
+@pytest.mark.more
+def test_momentum_over_replicas_and_params_over_data():
+    mesh = mesh_of(replica=2, data=4)
+    of_params = NamedSharding(mesh, P(None, "data"))
+    of_state = NamedSharding(mesh, P(None, ("replica", "data")))
+    grads = jax.tree.map(np.flip, STACKS)
+    expected, _ = trained(of_stacks(), STACKS, [grads] * 2)
+    tx, params = of_stacks(of_state), jax.device_put(STACKS, of_params)
+    with jax.set_mesh(mesh):
+        finer = jax.jit(tx.init)(params)
+        step = jax.jit(step_of(tx), out_shardings=(of_params, None))
+        for _ in range(2):
+            params, finer = step(grads, finer, params)
+        assert step._cache_size() == 1
+    momentum = finer.inner_states["muon"].inner_state[0].mu
+    assert_where(momentum, dict.fromkeys(STACKS, of_state))
+    assert_where(params, dict.fromkeys(STACKS, of_params))
+    for name, x in params.items():
+        # A step changes entries by 0.1 times some units, good to 12 * 32 * 2^-24.
+        np.testing.assert_allclose(x, expected[name], rtol=0, atol=1e-5)

@@ -8,8 +8,7 @@ import chex
 import jax
 import optax
 import pytest
-from helpers import more, normal
-from jax.sharding import AxisType
+from helpers import first_update, mesh_of, more, normal, step_of
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -47,21 +46,11 @@ NUMBERS = {
 }
 
 
-def mesh():
-    types = (AxisType.Auto,) * len(SIZES)
-    return jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=types)
+mesh = functools.partial(mesh_of, **SIZES)
 
 
 def make(**options):
     return mc.muon(1e-2, dimension_numbers=NUMBERS, weight_decay=0.3, **options)
-
-
-def step_of(tx):
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 def grads_at(step):
@@ -100,21 +89,15 @@ def assert_close(actual, desired):
 @pytest.mark.parametrize("names", [["both"], more(["up0", "both", "whole"])])
 def test_a_step_of_its_own(names):
     """`normalize_neurons` after `scale_by_muon`, with the same shardings."""
-    params = {name: PARAMS[name] for name in names}
-    specs = {name: SPECS[name] for name in names}
+    params, specs = ({name: of[name] for name in names} for of in (PARAMS, SPECS))
 
     def direction(shardings):
         options = dict(dimension_numbers=Numbers(-2, -1), shardings=shardings)
         return optax.chain(mc.scale_by_muon(**options), mc.normalize_neurons(**options))
 
-    alone, cut = direction(None), direction(specs)
-
-    def update(grads):
-        return cut.update(grads, cut.init(grads))[0]
-
+    update = functools.partial(first_update, direction(specs))
     update = jax.shard_map(update, mesh=mesh(), in_specs=(specs,), out_specs=specs)
-    desired, _ = alone.update(params, alone.init(params))
-    assert_close(jax.jit(update)(params), desired)
+    assert_close(jax.jit(update)(params), first_update(direction(None), params))
 
 
 @pytest.mark.more
@@ -149,12 +132,8 @@ def test_work_is_shared_and_blocks_travel_twice():
         specs = dict.fromkeys(params, cut)
         options = dict(dimension_numbers=Numbers(0, 1), shardings=specs)
         tx = mc.scale_by_muon(axis_name=axis_name, **options)
-        step = jax.shard_map(
-            lambda g: tx.update(g, tx.init(g))[0],
-            mesh=mesh(),
-            in_specs=(specs,),
-            out_specs=specs,
-        )
+        step = functools.partial(first_update, tx)
+        step = jax.shard_map(step, mesh=mesh(), in_specs=(specs,), out_specs=specs)
         return jax.jit(step).lower(params).compile()
 
     one = compiled({"0": matrices["0"]}, P(), None).cost_analysis()["flops"]
@@ -172,15 +151,12 @@ def test_work_is_shared_and_blocks_travel_twice():
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_the_derivative_is_that_of_whole_leaves(way, check):
     names = ["up0", "both", "whole"]
-    params = {name: PARAMS[name] for name in names}
-    specs = {name: SPECS[name] for name in names}
+    params, specs = ({name: of[name] for name in names} for of in (PARAMS, SPECS))
     alone = mc.scale_by_muon(dimension_numbers=Numbers(-2, -1))
     cut = mc.scale_by_muon(dimension_numbers=Numbers(-2, -1), shardings=specs)
 
     def directions(tx, grads, tangents):
-        def update(grads):
-            return tx.update(grads, tx.init(grads))[0]
-
+        update = functools.partial(first_update, tx)
         if way == "backward":
             return jax.vjp(update, grads)[1](tangents)[0]
         return jax.jvp(update, (grads,), (tangents,))[1]
@@ -199,14 +175,7 @@ def test_the_derivative_is_that_of_whole_leaves(way, check):
 
 def test_8_bits_want_whole_matrices():
     tx = make(shardings=SPECS, mu_dtype="int8")
+    update = functools.partial(first_update, tx, params=PARAMS)
+    update = jax.shard_map(update, mesh=mesh(), in_specs=(SPECS,), out_specs=SPECS)
     with pytest.raises(ValueError, match="shard_map cuts 'both', 'down', 'heads'"):
-        in_shard_map_alone(tx)
-
-
-def in_shard_map_alone(tx):
-    """Init and update of blocks, inside."""
-
-    def run(grads):
-        return tx.update(grads, tx.init(grads), grads)[0]
-
-    jax.shard_map(run, mesh=mesh(), in_specs=(SPECS,), out_specs=SPECS)(PARAMS)
+        update(PARAMS)

@@ -12,8 +12,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import more
-from jax.sharding import AxisType, NamedSharding
+from helpers import mesh_of, more
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_on_mesh import LAYOUTS, make, placed, traffic
 
@@ -58,8 +58,7 @@ def test_an_update_sends_no_more_than_on_record(layout):
 
 def sent(axes, shape, spec, sizes):
     """Bytes that one device sends in an update of one leaf."""
-    names = tuple(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), names, axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(**sizes)
     sharding = NamedSharding(mesh, spec)
     tx = mc.scale_by_muon(dimension_numbers={"w": axes}, shardings={"w": sharding})
     w = {"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}
@@ -71,7 +70,7 @@ def sent(axes, shape, spec, sizes):
 
 def traced(axis, leaves, told, orthogonalizer):
     """An update on 8 devices along one axis; nothing is computed."""
-    mesh = jax.make_mesh((8,), (axis,), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(**{axis: 8})
     w = {
         name: jax.ShapeDtypeStruct(x, np.float32, sharding=NamedSharding(mesh, spec))
         for name, (x, spec) in leaves.items()

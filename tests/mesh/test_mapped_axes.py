@@ -5,15 +5,22 @@ batch along others: updates, state and metrics are those of the whole.
 """
 
 import functools
-import math
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import more, normal, one_at_a_time
+from helpers import (
+    first_update,
+    mesh_of,
+    more,
+    normal,
+    on_mesh,
+    one_at_a_time,
+    step_of,
+    trained,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layers import flat_layer, fused_layer, gains_layer
@@ -29,43 +36,23 @@ GAINS = ("query_ln", "key_ln")
 CHECKED = pytest.mark.parametrize("check", [True, more(False)])
 
 
-def mesh_of(kind=AxisType.Auto, **sizes):
-    """`mesh_of(data=2, tensor=4)`"""
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(kind,) * len(sizes),
-        devices=jax.devices()[: math.prod(sizes.values())],
-    )
-
-
 def mapped(function, mesh, in_specs, out_specs, check, **options):
-    return jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=check,
-            **options,
-        )
-    )
+    options |= dict(in_specs=in_specs, out_specs=out_specs, check_vma=check)
+    return jax.jit(jax.shard_map(function, mesh=mesh, **options))
 
 
 def layer(seed, key_heads=HEADS, stack=()):
-    shapes = {
-        "query": {
-            "kernel": (*stack, FEATURES, HEADS, WIDTH),
-            "bias": (*stack, HEADS, WIDTH),
-        },
-        "key": {
-            "kernel": (*stack, FEATURES, key_heads, WIDTH),
-            "bias": (*stack, key_heads, WIDTH),
-        },
-        "out": {"kernel": (*stack, HEADS, WIDTH, FEATURES)},
+    shapes = {"query": (FEATURES, HEADS), "key": (FEATURES, key_heads)}
+    layer = {
+        name: {
+            "kernel": normal((seed, i, 0), *stack, *shape, WIDTH),
+            "bias": normal((seed, i, 1), *stack, *shape[1:], WIDTH),
+        }
+        for i, (name, shape) in enumerate(shapes.items())
     }
-    shapes, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return treedef.unflatten(normal((seed, i), *s) for i, s in enumerate(shapes))
+    return layer | {
+        "out": {"kernel": normal((seed, 2), *stack, HEADS, WIDTH, FEATURES)}
+    }
 
 
 def cut_layer(heads, key_heads, stack=()):
@@ -102,19 +89,14 @@ def clipped(params, specs, stats, cut, mesh, check, **options):
 
     def step(grads, state, params, stats):
         stats = jax.tree.map(lambda x: x[0], stats)
-        updates, state = tx.update(grads, state, params, attention_stats=stats)
-        return optax.apply_updates(params, updates), state
+        return step_of(tx)(grads, state, params, attention_stats=stats)
 
     step = mapped(step, mesh, (specs, of_state, specs, cut), (specs, of_state), check)
-    largest = jax.tree.map(lambda x: x.max(0), stats)
-    found, expected, desired = params, params, alone.init(params)
-    grads = jax.tree.map(lambda x: x[::-1], params)
+    found, grads = params, jax.tree.map(lambda x: x[::-1], params)
     for _ in range(2):
         found, state = step(grads, state, found, stats)
-        updates, desired = alone.update(
-            grads, desired, expected, attention_stats=largest
-        )
-        expected = optax.apply_updates(expected, updates)
+    largest = jax.tree.map(lambda x: x.max(0), stats)
+    expected, desired = trained(alone, params, [grads] * 2, attention_stats=largest)
     assert_close(found, expected)
     assert_close(state, desired)
     attention = options.get("attention")
@@ -185,12 +167,11 @@ def test_an_axis_that_cuts_heads_and_divides_the_batch(own, check):
         state = mc.qk_clip(shardings=specs).init(params)
         return tx.update(zeros, state, params, attention_stats=stats)
 
-    cut = P("fsdp")
-    seen, row = (seen.max(0), seen.max(0)) if own else (seen, seen.max(0))
-    update = mapped(update, mesh, (specs, specs, cut), (specs, P()), check)
+    row = seen.max(0)
+    update = mapped(update, mesh, (specs, specs, P("fsdp")), (specs, P()), check)
     stats = {"attn": {"max_logits": row}}
     expected = alone.update(zeros, alone.init(params), params, attention_stats=stats)
-    assert_close(update(params, zeros, seen), expected)
+    assert_close(update(params, zeros, row if own else seen), expected)
 
 
 @pytest.mark.more
@@ -237,39 +218,35 @@ def test_a_mask_is_a_function_of_whole_leaves(check):
     mesh = mesh_of(fsdp=8)
     params = {"up": normal(0, 16, 24), "table": {"embedding": normal(1, 40, 8)}}
     specs = {"up": P(None, "fsdp"), "table": {"embedding": P("fsdp")}}
+
+    def numbers(x):
+        return Numbers(0, 1) if x.shape[0] == 16 else None
+
     options = {
         "weight_decay": 1.0,
         "weight_decay_mask": lambda p: jax.tree.map(lambda x: x.size > 300, p),
-        "dimension_numbers": lambda p: jax.tree.map(
-            lambda x: Numbers(0, 1) if x.shape[0] == 16 else None, p
-        ),
+        "dimension_numbers": lambda p: jax.tree.map(numbers, p),
         "orthogonalizer": mc.NewtonSchulz(steps=2),
     }
-    alone = mc.muon(1e-2, **options)
     tx = mc.muon(1e-2, shardings=specs, **options)
-
-    def update(grads, params):
-        return tx.update(grads, tx.init(params), params)[0]
-
     zeros = jax.tree.map(jnp.zeros_like, params)
+    update = functools.partial(first_update, tx)
     found = mapped(update, mesh, (specs, specs), specs, check)(zeros, params)
-    expected, _ = alone.update(zeros, alone.init(params), params)
-    assert_close(found, expected)
+    assert_close(found, first_update(mc.muon(1e-2, **options), zeros, params))
     assert np.abs(found["up"]).max() > 0 and np.abs(found["table"]["embedding"]).max()
 
 
+#: Of leaves that hold nothing but matrices.
+MATRICES = {
+    "dimension_numbers": Numbers(-2, -1),
+    "orthogonalizer": mc.NewtonSchulz(steps=2),
+}
+
+
 def update_inside(shardings, specs, params, check=True):
-    mesh = mesh_of(fsdp=8)
-    tx = mc.scale_by_muon(
-        dimension_numbers=Numbers(-2, -1),
-        shardings=shardings,
-        orthogonalizer=mc.NewtonSchulz(steps=2),
-    )
-
-    def update(grads):
-        return tx.update(grads, tx.init(grads))[0]
-
-    return mapped(update, mesh, (specs,), specs, check)(params)
+    tx = mc.scale_by_muon(shardings=shardings, **MATRICES)
+    update = functools.partial(first_update, tx)
+    return mapped(update, mesh_of(fsdp=8), (specs,), specs, check)(params)
 
 
 @pytest.mark.more
@@ -279,19 +256,15 @@ def test_shardings_as_a_function(check):
     specs = {"up": P(None, "fsdp"), "down": P("fsdp")}
 
     def by_shape(params):
-        return jax.tree.map(
-            lambda x: P(*["fsdp" if n == 24 else None for n in x.shape]), params
-        )
+        entries = {24: "fsdp"}
+        return jax.tree.map(lambda x: P(*map(entries.get, x.shape)), params)
 
     def by_name(params):
         return {name: specs[name] for name, x in params.items() if x.ndim == 2}
 
     with pytest.raises(ValueError, match=r"function that reads \.shape of the params"):
         update_inside(by_shape, specs, params, check)
-    alone = mc.scale_by_muon(
-        dimension_numbers=Numbers(-2, -1), orthogonalizer=mc.NewtonSchulz(steps=2)
-    )
-    expected, _ = alone.update(params, alone.init(params))
+    expected = first_update(mc.scale_by_muon(**MATRICES), params)
     assert_close(update_inside(by_name, specs, params, check), expected)
 
 
@@ -332,11 +305,7 @@ def test_gradients_of_a_mean_loss_are_the_mean(averages_itself, check):
 def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
     """By JAX, before the update sees them; the manual says so."""
     params, x = {"up": normal(0, 6, 10)}, normal(2, 24, 6)
-    tx = mc.scale_by_muon(
-        axis_name="batch",
-        dimension_numbers=Numbers(0, 1),
-        orthogonalizer=mc.NewtonSchulz(steps=2),
-    )
+    tx = mc.scale_by_muon(axis_name="batch", **MATRICES)
 
     def momentum(params, x):
         grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["up"])))(params)
@@ -362,13 +331,12 @@ def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
     mesh = mesh_of(kind, data=2, fsdp=4)
     params = {"up": normal(0, 8, 12), "down": normal(1, 12, 8), "bias": normal(2, 12)}
     specs = {"up": P(None, "fsdp"), "down": P("fsdp"), "bias": P("fsdp")}
-    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    placed = on_mesh(mesh, specs)
     numbers = {"up": Numbers(0, 1), "down": Numbers(0, 1), "bias": None}
     options = dict(dimension_numbers=numbers, orthogonalizer=mc.NewtonSchulz(steps=2))
     alone = mc.muon(1e-2, **options)
-    tx = mc.muon(
-        1e-2, axis_name=axis_name, shardings=placed if is_told else None, **options
-    )
+    shardings = placed if is_told else None
+    tx = mc.muon(1e-2, axis_name=axis_name, shardings=shardings, **options)
     params = jax.device_put(params, placed)
     grads = jax.tree.map(jnp.sin, params)
     with jax.set_mesh(mesh):
@@ -376,17 +344,12 @@ def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
         update = mapped(tx.update, None, P(), P(), check, axis_names={"data"})
         found, _ = update(grads, state, params)
     whole = jax.tree.map(np.asarray, params)
-    expected, _ = alone.update(jax.tree.map(jnp.sin, whole), alone.init(whole), whole)
-    assert_close(found, expected)
+    assert_close(found, first_update(alone, jax.tree.map(jnp.sin, whole), whole))
 
 
 def update_of_micro_batches(grads, check):
     """Side by side on each device."""
-    tx = mc.scale_by_muon(
-        axis_name=("d", "v"),
-        dimension_numbers=Numbers(-2, -1),
-        orthogonalizer=mc.NewtonSchulz(steps=2),
-    )
+    tx = mc.scale_by_muon(axis_name=("d", "v"), **MATRICES)
 
     def update(grads):
         def of_one(grads):
@@ -402,9 +365,7 @@ def update_of_micro_batches(grads, check):
 def test_replicas_of_shard_map_and_of_vmap():
     grads = {"up": normal(0, 4, 3, 8, 12), "wide": normal(1, 4, 3, 2, 8, 12)}
     mean = jax.tree.map(lambda x: x.mean((0, 1)), grads)
-    alone = mc.scale_by_muon(
-        dimension_numbers=Numbers(-2, -1), orthogonalizer=mc.NewtonSchulz(steps=2)
-    )
+    alone = mc.scale_by_muon(**MATRICES)
     expected = alone.update(mean, alone.init(mean))
     found = update_of_micro_batches(grads, check=False)
     for replica in np.ndindex(4, 3):
@@ -416,9 +377,8 @@ def test_replicas_of_shard_map_and_of_vmap():
 
 def test_axes_of_vmap_where_types_are_checked():
     """JAX has no collectives there; its own answer is a bare `AssertionError`."""
-    with pytest.raises(
-        ValueError, match=r"\['v'\] are axes of jax.vmap.*check_vma=False"
-    ):
+    match = r"\['v'\] are axes of jax.vmap.*check_vma=False"
+    with pytest.raises(ValueError, match=match):
         update_of_micro_batches({"up": normal(0, 4, 3, 8, 12)}, check=True)
 
 
@@ -437,75 +397,70 @@ def test_shardings_that_types_contradict():
 ATTENTION, CUT = {"attn": layer(0)}, {"attn": cut_layer("tensor", "tensor")}
 
 
-@CHECKED
-def test_rows_of_the_state_that_are_cut(check):
+def in_shard_map(mesh, seen, rows, check):
+    """An update of the clip, whose state and statistics are cut by these specs."""
     tx = mc.qk_clip(shardings=CUT)
 
     def update(params, state, seen):
         stats = {"attn": {"max_logits": seen}}
         return tx.update(params, state, params, attention_stats=stats)
 
+    return mapped(update, mesh, (CUT, rows, seen), (CUT, rows), check)
+
+
+@CHECKED
+def test_rows_of_the_state_that_are_cut(check):
     state = mc.qk_clip().init(ATTENTION)
     rows = jax.tree.map(lambda x: P("tensor") if x.ndim else P(), state)
-    update = mapped(
-        update, mesh_of(tensor=4), (CUT, rows, P("tensor")), (CUT, rows), check
-    )
+    update = in_shard_map(mesh_of(tensor=4), P("tensor"), rows, check)
     message = "state of qk_clip is of 1 heads, but the params have 4.*PartitionSpec()"
     with pytest.raises(ValueError, match=message):
         update(ATTENTION, state, jnp.ones(4))
 
 
-@pytest.mark.parametrize("spec", [P("data"), P("data", "tensor")])
-def test_statistics_that_differ_along_an_axis_without_a_name(spec):
-    tx = mc.qk_clip(shardings=CUT)
-
-    def update(params, state, seen):
-        stats = {"attn": {"max_logits": seen[0]}}
-        return tx.update(params, state, params, attention_stats=stats)
-
-    update = mapped(
-        update, mesh_of(data=2, tensor=4), (CUT, P(), spec), (CUT, P()), True
-    )
+@pytest.mark.parametrize("seen", [P("data"), P(("data", "tensor"))])
+def test_statistics_that_differ_along_an_axis_without_a_name(seen):
+    update = in_shard_map(mesh_of(data=2, tensor=4), seen, P(), True)
     with pytest.raises(ValueError, match=r"attention_stats differ along \['data'\]"):
-        update(ATTENTION, mc.qk_clip().init(ATTENTION), jnp.ones((2, 4)))
+        update(ATTENTION, mc.qk_clip().init(ATTENTION), jnp.ones(8))
 
 
-def test_heads_that_a_fused_kernel_cuts():
-    """A block has a part of the queries, and no keys: all heads, or an error."""
-    mesh, width = mesh_of(tensor=4), 2
-    params = {"c_attn": {"kernel": normal(0, 6, 3 * HEADS * width)}}
-    specs = {"c_attn": {"kernel": P(None, "tensor")}}
-    row = jnp.array([5.0, 300, 5, 400])
-    alone = functools.partial(mc.clip_qk, attention=[fused_layer("", width)])
+def clip_of_blocks(layer, cut, kernels):
+    """QK-Clip of kernels that an axis cuts, against all of them on one device.
+
+    The function returned takes the largest logits, and how they are cut.
+    """
+    alone = functools.partial(mc.clip_qk, attention=[layer])
+    params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+    specs = {name: {"kernel": cut} for name in kernels}
 
     def clip(params, row):
         return alone(params, {"max_logits": row}, shardings=specs)
 
-    found = mapped(clip, mesh, (specs, P()), specs, True)(params, row)
-    assert_close(found, alone(params, {"max_logits": row}))
-    with pytest.raises(
-        ValueError, match=r"'tensor'\] cut 'c_attn/kernel' across heads"
-    ):
-        mapped(clip, mesh, (specs, P("tensor")), specs, True)(params, row)
+    def check(row, spec):
+        inside = mapped(clip, mesh_of(tensor=4), (specs, spec), specs, True)
+        assert_close(inside(params, row), alone(params, {"max_logits": row}))
+
+    return check
+
+
+def test_heads_that_a_fused_kernel_cuts():
+    """A block has a part of the queries, and no keys: all heads, or an error."""
+    kernel, row = normal(0, 6, 3 * HEADS * 2), jnp.array([5.0, 300, 5, 400])
+    check = clip_of_blocks(fused_layer("", 2), P(None, "tensor"), {"c_attn": kernel})
+    check(row, P())
+    message = r"'tensor'\] cut 'c_attn/kernel' across heads"
+    with pytest.raises(ValueError, match=message):
+        check(row, P("tensor"))
 
 
 @pytest.mark.parametrize("heads", [2, 6])
 def test_blocks_that_cut_through_heads(heads):
     """Flat kernels, whose columns the axis divides, but not their heads."""
-    mesh, width = mesh_of(tensor=4), 4
-    names = ("q_proj", "k_proj")
-    params = {n: {"kernel": normal(i, 6, heads * width)} for i, n in enumerate(names)}
-    specs = {name: {"kernel": P(None, "tensor")} for name in names}
-    alone = functools.partial(mc.clip_qk, attention=[flat_layer("", width)])
-
-    def clip(params, row):
-        return alone(params, {"max_logits": row}, shardings=specs)
-
-    row = jnp.arange(heads) * 90.0
-    found = mapped(clip, mesh, (specs, P()), specs, True)(params, row)
-    assert_close(found, alone(params, {"max_logits": row}))
-    with pytest.raises(
-        ValueError, match=r"'tensor'\] cut 'q_proj/kernel' across heads"
-    ):
+    kernels = {n: normal(i, 6, heads * 4) for i, n in enumerate(("q_proj", "k_proj"))}
+    check = clip_of_blocks(flat_layer("", 4), P(None, "tensor"), kernels)
+    check(jnp.arange(heads) * 90.0, P())
+    message = r"'tensor'\] cut 'q_proj/kernel' across heads"
+    with pytest.raises(ValueError, match=message):
         # As many as a device would have if a block had whole heads only.
-        mapped(clip, mesh, (specs, P("tensor")), specs, True)(params, jnp.ones(4))
+        check(jnp.ones(4), P("tensor"))

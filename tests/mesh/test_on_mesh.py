@@ -4,10 +4,30 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, more
+from helpers import (
+    assert_where,
+    few,
+    leaf_pairs,
+    matrix_of,
+    mesh_of,
+    more,
+    normal,
+    on_mesh,
+    polynomial_of,
+    step_of,
+    updates_of,
+)
 from hlo_costs import hlo_costs
+from internals import (
+    matrix_view,
+    MatrixLeaf,
+    orthogonalize_on_mesh,
+    platform_with,
+    solver,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -84,11 +104,9 @@ def momentum_of(state):
     return found.mu
 
 
-def two_steps(tx, grads, params, jit=jax.jit):
+def two_steps(tx, grads, params):
     """The second update, and the momentum after it."""
-    state, update = tx.init(params), jit(tx.update)
-    _, state = update(grads, state, params)
-    updates, state = update(grads, state, params)
+    updates, state = updates_of(tx, [grads] * 2, params)
     return updates, momentum_of(state)
 
 
@@ -99,21 +117,14 @@ def on_one_device():
 
 def placed(layout, types="auto"):
     axes, specs = LAYOUTS[layout]
-    mesh = jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(TYPES[types],) * len(axes)
-    )
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    mesh = mesh_of(TYPES[types], **axes)
+    shardings = on_mesh(mesh, specs)
     params, grads = jax.device_put((random_tree(0), random_tree(1)), (shardings,) * 2)
     return mesh, shardings, params, grads
 
 
 def assert_as_on_one_device(results):
     chex.assert_trees_all_close(results, on_one_device(), rtol=1e-5, atol=1e-7)
-
-
-def assert_where(tree, shardings):
-    for name, sharding in shardings.items():
-        assert tree[name].sharding.is_equivalent_to(sharding, tree[name].ndim), name
 
 
 @pytest.mark.parametrize("layout", few(LAYOUTS, "expert"))
@@ -148,14 +159,13 @@ def traffic(compiled):
 
 def test_a_parameter_on_another_mesh():
     _, shardings, params, _ = placed("fsdp")
-    other = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    moved = shardings | {"query": NamedSharding(other, P("tensor"))}
+    moved = shardings | on_mesh(mesh_of(fsdp=4, tensor=2), {"query": P("tensor")})
     # As it is, and as it would have to be.
-    with pytest.raises(
-        ValueError,
-        match=r"P\('tensor',?\) on mesh\(fsdp: 4, tensor: 2\) for 'query'.*"
-        r"P\('fsdp',?\) on mesh\(fsdp: 8\)",
-    ):
+    match = (
+        r"P\('tensor',?\) on mesh\(fsdp: 4, tensor: 2\) for 'query'.*"
+        r"P\('fsdp',?\) on mesh\(fsdp: 8\)"
+    )
+    with pytest.raises(ValueError, match=match):
         make(shardings=moved).init(params)
     shapes = jax.eval_shape(lambda: params)
     with pytest.raises(ValueError, match="'down' and 'query' are on different meshes"):
@@ -164,8 +174,105 @@ def test_a_parameter_on_another_mesh():
 
 def test_explicit_axes_that_contradict_the_shardings():
     _, shardings, params, grads = placed("fsdp", "explicit")
-    wrong = shardings | {
-        "gate": NamedSharding(shardings["gate"].mesh, P(None, None, "fsdp"))
-    }
+    mesh = shardings["gate"].mesh
+    wrong = shardings | on_mesh(mesh, {"gate": P(None, None, "fsdp")})
     with pytest.raises(ValueError, match="for 'gate', which is on"):
         jax.jit(make(shardings=wrong).update)(grads, make().init(params), params)
+
+
+UNPLACED = {"dense": {"kernel": normal(0, 16, 8)}}
+OPTIMIZERS = {
+    "plain": mc.muon(1e-1),
+    "neurons": mc.muon(1e-1, neuron_b2=0.95),
+    "8 bits": mc.muon(1e-1, mu_dtype="int8"),
+}
+
+
+def after_two_steps(tx, params, state):
+    for _ in range(2):
+        params, state = step_of(tx)(params, state, params)
+    return params["dense"]["kernel"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("init_inside", [more(False), True])
+def test_update_is_that_without_a_mesh(name, init_inside):
+    tx = OPTIMIZERS[name]
+    before = tx.init(UNPLACED)
+    expected = after_two_steps(tx, UNPLACED, before)
+
+    @jax.jit
+    def step(params, state):
+        return after_two_steps(tx, params, tx.init(params) if init_inside else state)
+
+    with jax.set_mesh(mesh_of(data=8)):
+        found = step(UNPLACED, before)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.more
+def test_derivative_through_an_update():
+    tx = mc.muon(1e-1)
+
+    def loss(params):
+        return jnp.sum(after_two_steps(tx, params, tx.init(params)) ** 3)
+
+    expected = jax.grad(loss)(UNPLACED)["dense"]["kernel"]
+    with jax.set_mesh(mesh_of(data=8)):
+        found = jax.jit(jax.grad(loss))(UNPLACED)["dense"]["kernel"]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+WHOLE = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+
+# Shapes and specs of leaves.
+BATCHES = {
+    "as many for all": [((2, 4, 24, 8), P(None, "expert", "fsdp")),
+         ((2, 4, 8, 24), P(None, "expert", "fsdp"))],
+    "more for some": [((8, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((8, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((9, 2, 8, 24), P(None, "expert", "fsdp")),
+         ((40, 8), P("fsdp")), ((8, 8), P(None, "expert"))],
+    "few": [((3, 24, 8), P(None, ("expert", "fsdp"))),
+         ((2, 8, 24), P(None, ("expert", "fsdp")))],
+    "some more for some": [((11, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((13, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((21, 2, 8, 24), P(None, "expert", "fsdp"))],
+    "copies": [((3, 24, 8), P(None, "fsdp")), ((2, 8, 24), P(None, "fsdp"))],
+    "whole": [((11, 24, 8), P()), ((5, 24, 8), P())],
+}  # fmt: skip
+
+
+def leaf_of(shape, seed):
+    *stack, m, n = shape
+    values = np.linspace(1, 0.3, min(m, n))
+    each = [matrix_of(values, m, n, seed + i) for i in range(int(np.prod(stack)))]
+    return np.stack(each).reshape(shape).astype(np.float32)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("platform", [more("cpu"), more("gpu"), "tpu"])
+@pytest.mark.parametrize("batch", [more(1), 400, more(10**6)])
+@pytest.mark.parametrize("name", few(BATCHES, "more for some"))
+def test_matrices_come_back_orthogonal(name, batch, platform):
+    layout = BATCHES[name]
+    mesh = mesh_of(expert=2, fsdp=4)
+    leaves = [
+        jax.device_put(leaf_of(shape, 10 * i), NamedSharding(mesh, spec))
+        for i, (shape, spec) in enumerate(layout)
+    ]
+    with platform_with(platform, batch_entries=batch):
+        its = solver(platform, dtype="float32")
+        route = jax.jit(functools.partial(orthogonalize_on_mesh, its, mesh=mesh))
+        results = route(
+            [
+                MatrixLeaf(leaf, matrix_view(shape, WHOLE), spec)
+                for leaf, (shape, spec) in zip(leaves, layout, strict=True)
+            ]
+        )
+    for leaf, result in leaf_pairs(leaves, results):
+        assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        matrices = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
+        exact = [polynomial_of(x, mc.NS_COEFFS["keller"]) for x in matrices]
+        actual = np.asarray(result).reshape(matrices.shape)
+        np.testing.assert_allclose(actual, np.stack(exact), atol=5e-5)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import few, normal, script_environment
+from helpers import few, mesh_of, normal, script_environment
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from trees import abstract, is_shape
 
 import muonclip_jax as mc
 
@@ -36,15 +36,11 @@ SHAPES = {
 
 
 def shapes(stack=()):
-    return jax.tree.map(
-        lambda shape: (*stack, *shape), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    return jax.tree.map(lambda x: (*stack, *x), SHAPES, is_leaf=is_shape)
 
 
 def tree(seed, stack=()):
-    leaves, treedef = jax.tree.flatten(
-        shapes(stack), is_leaf=lambda x: isinstance(x, tuple)
-    )
+    leaves, treedef = jax.tree.flatten(shapes(stack), is_leaf=is_shape)
     return treedef.unflatten(normal((seed, i), *s) for i, s in enumerate(leaves))
 
 
@@ -69,12 +65,6 @@ LAYOUTS = {
     "FSDP x tensor": ({"fsdp": 4, "tensor": 2}, layout("tensor", "fsdp"), ()),
     "a stack": ({"layers": 2, "tensor": 4}, layout("tensor", None, ("layers",)), (2,)),
 }
-
-
-def mesh_of(sizes, kind=AxisType.Auto):
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
-    )
 
 
 def stats_of(params):
@@ -110,7 +100,7 @@ CUT_APART = {
 
 @pytest.mark.parametrize("name", CUT_APART)
 def test_the_state_of_one_leaf_takes_no_cut_of_another(name):
-    mesh = mesh_of({"a": 2, "b": 2, "c": 2})
+    mesh = mesh_of(a=2, b=2, c=2)
     params = {
         f"w{i}": jax.device_put(normal(i, *shape), NamedSharding(mesh, spec))
         for i, (shape, spec) in enumerate(CUT_APART[name])
@@ -136,29 +126,28 @@ def program(tx, params, state, mesh):
         return jax.jit(update).lower(params, state, params).as_text()
 
 
-def abstract(mesh, specs, stack=()):
-    return jax.tree.map(
-        lambda shape, spec: jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=NamedSharding(mesh, spec)
-        ),
-        shapes(stack),
-        specs,
-        is_leaf=lambda x: isinstance(x, tuple) and not isinstance(x, P),
-    )
+def placed(mesh, specs, stack=()):
+    """Abstract params on a mesh."""
+
+    def put(x, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(put, abstract(shapes(stack)), specs)
 
 
 def made(name, kind, is_told, seen=()):
     """The program of one layout, after `init` and updates of others."""
     sizes, specs, stack = LAYOUTS[name]
-    mesh = mesh_of(sizes, kind)
+    mesh = mesh_of(kind, **sizes)
     tx = mc.muonclip(1e-2, **OPTIONS, shardings=specs if is_told else None)
-    params = abstract(mesh, specs, stack)
+    params = placed(mesh, specs, stack)
     # The state without `init`: by another optimizer's, as a restored one is.
     with jax.set_mesh(mesh):
         other = mc.muonclip(1e-2, **OPTIONS)
         state = jax.eval_shape(other.init, params)
-        for placed in seen:
-            tx.update(placed, tx.init(placed), placed, attention_stats=stats_of(placed))
+        for x in seen:
+            tx.update(x, tx.init(x), x, attention_stats=stats_of(x))
     return program(tx, params, state, mesh)
 
 
@@ -182,7 +171,7 @@ def test_an_update_remembers_no_params(number):
     seen = [tree(1)]
     if not is_told:
         seen.append(tree(2, (3,)))
-        mesh = mesh_of(LAYOUTS[name][0], kind)
+        mesh = mesh_of(kind, **LAYOUTS[name][0])
         for axis in mesh.axis_names:
             seen.append(jax.device_put(tree(3, (16,)), NamedSharding(mesh, P(axis))))
     before = made(name, kind, is_told)

@@ -7,10 +7,8 @@ import chex
 import helpers
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from helpers import more, normal, of_newton_schulz
-from jax.sharding import AxisType
+from helpers import mesh_of, more, normal, of_newton_schulz, step_of, trained
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -49,26 +47,10 @@ def make(axis_name=None, **options):
     )
 
 
-def step_of(tx):
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 @functools.cache
 def expected(**options):
-    tx, params = make(**options), PARAMS
-    update, state = jax.jit(step_of(tx)), tx.init(PARAMS)
-    for step in range(3):
-        params, state = update(mean_grads_at(step), state, params)
-    return params
-
-
-def mesh_of(*sizes):
-    names = ("data", "other")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    gradients = map(mean_grads_at, range(3))
+    return trained(make(**options), PARAMS, gradients)[0]
 
 
 def stacked(trees):
@@ -110,7 +92,7 @@ def test_each_replica_iterates_its_share_and_one_gather_hands_out_a_stack():
         tx = mc.scale_by_muon(axis_name=axis_name, dimension_numbers=Numbers(0, 1))
         step = jax.shard_map(
             lambda g, s: tx.update(g, s)[0],
-            mesh=mesh_of(COUNT),
+            mesh=mesh_of(data=COUNT),
             in_specs=P(),
             out_specs=P(),
         )

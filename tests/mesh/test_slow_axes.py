@@ -1,12 +1,13 @@
 """Along slow axes copies of a matrix repeat the work, and send nothing."""
 
+import functools
 import re
 
 import jax
 import numpy as np
 import pytest
-from helpers import normal
-from jax.sharding import AxisType, NamedSharding
+from helpers import first_update, mesh_of, normal, on_mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -24,8 +25,7 @@ OPTIONS = {
 }
 
 
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("slice", "fsdp"), axis_types=(kind,) * 2)
+mesh_of_slices = functools.partial(mesh_of, slice=2, fsdp=4)
 
 
 def groups_that_talk(compiled):
@@ -43,8 +43,7 @@ def groups_that_talk(compiled):
 
 
 def of_one_device():
-    tx = mc.scale_by_muon(**OPTIONS)
-    return jax.jit(tx.update)(PARAMS, tx.init(PARAMS))[0]
+    return first_update(mc.scale_by_muon(**OPTIONS), PARAMS)
 
 
 def assert_as_on_one_device(found):
@@ -55,7 +54,7 @@ def assert_as_on_one_device(found):
 
 
 def update_on(mesh, **options):
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    shardings = on_mesh(mesh, SPECS)
     params = jax.device_put(PARAMS, shardings)
     told = {"shardings": shardings} if options.pop("is_told", True) else {}
     tx = mc.scale_by_muon(**OPTIONS, **told, **options)
@@ -68,7 +67,7 @@ def update_on(mesh, **options):
 @pytest.mark.more
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_nothing_is_sent_between_slices(kind):
-    found, groups = update_on(mesh_of(kind), slow_axes="slice")
+    found, groups = update_on(mesh_of_slices(kind), slow_axes="slice")
     assert_as_on_one_device(found)
     first, second = {0, 1, 2, 3}, {4, 5, 6, 7}
     assert groups and all(group <= first or group <= second for group in groups)
@@ -76,14 +75,14 @@ def test_nothing_is_sent_between_slices(kind):
 
 @pytest.mark.more
 def test_by_default_slices_share_the_work():
-    _, groups = update_on(mesh_of())
+    _, groups = update_on(mesh_of_slices())
     assert any({0, 4} <= group for group in groups)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("slow_axes", ["slice", ("slice", "fsdp")])
 def test_untold(slow_axes):
-    found, _ = update_on(mesh_of(), slow_axes=slow_axes, is_told=False)
+    found, _ = update_on(mesh_of_slices(), slow_axes=slow_axes, is_told=False)
     assert_as_on_one_device(found)
 
 
@@ -101,7 +100,7 @@ def test_inside_shard_map(check):
     of_state = jax.tree.map(lambda _: P(), state)._replace(mu=specs)
     step = jax.shard_map(
         lambda grads, state: tx.update(grads, state)[0],
-        mesh=mesh_of(),
+        mesh=mesh_of_slices(),
         in_specs=(specs, of_state),
         out_specs=specs,
         check_vma=check,
@@ -114,20 +113,17 @@ def test_inside_shard_map(check):
 
 @pytest.mark.more
 def test_replicas_that_all_do_everything():
-    def update(grads, slow_axes=None):
-        tx = mc.scale_by_muon(**OPTIONS, axis_name="data", slow_axes=slow_axes)
-        return tx.update(grads, tx.init(grads))[0]
-
+    tx = mc.scale_by_muon(**OPTIONS, axis_name="data", slow_axes="data")
     each = {name: np.stack([x] * 4) for name, x in PARAMS.items()}
-    found = jax.pmap(lambda x: update(x, "data"), axis_name="data")(each)
+    update = jax.pmap(functools.partial(first_update, tx), axis_name="data")
+    found = update(each)
     for replica in range(4):
         assert_as_on_one_device({name: x[replica] for name, x in found.items()})
-    step = jax.pmap(lambda x: update(x, "data"), axis_name="data")
-    assert " all-gather(" not in step.lower(each).compile().as_text()
+    assert " all-gather(" not in update.lower(each).compile().as_text()
 
 
 def test_an_axis_that_the_mesh_lacks():
     with pytest.raises(ValueError, match=r"slow_axes names .*\['pod'\].*'slice'"):
-        update_on(mesh_of(), slow_axes=("slice", "pod"))
+        update_on(mesh_of_slices(), slow_axes=("slice", "pod"))
     with pytest.raises(ValueError, match="slow_axes must be a name or a tuple"):
         mc.muon(1e-2, slow_axes=3)

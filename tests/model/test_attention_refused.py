@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import one_at_a_time
+from helpers import one_at_a_time, query_and_key
 from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
@@ -32,33 +32,10 @@ KINDS = {
     "stock by name": (mc.flax_attention_layers, STOCK_PARAMS),
 }
 NORMS = (
-    *(
-        "query_ln",
-        "key_ln",
-        "query_norm",
-        "key_norm",
-        "q_norm",
-        "k_norm",
-        "q_ln",
-        "k_ln",
-    ),
-    *(
-        "norm_q",
-        "norm_k",
-        "Q_Norm",
-        "KeyNorm_0",
-        "q_layernorm",
-        "k_layernorm",
-        "qk_norm",
-    ),
-    *(
-        "ln_q",
-        "query_layer_norm",
-        "QueryRMSNorm_1",
-        "_key_norm",
-        "norm_added_k",
-        "q_l2norm",
-    ),
+    *("query_ln", "key_ln", "query_norm", "key_norm", "q_norm", "k_norm", "q_ln"),
+    *("k_ln", "norm_q", "norm_k", "Q_Norm", "KeyNorm_0", "q_layernorm", "k_layernorm"),
+    *("qk_norm", "ln_q", "query_layer_norm", "QueryRMSNorm_1", "_key_norm"),
+    *("norm_added_k", "q_l2norm"),
 )
 OTHERS = ("norm", "q_a_layernorm", "kv_norm", "kv_a_layernorm", "ln_1", "q_proj_lora")
 
@@ -67,9 +44,8 @@ OTHERS = ("norm", "q_a_layernorm", "kv_norm", "kv_a_layernorm", "ln_1", "q_proj_
 def test_norms_after_the_projections(kind, norm):
     attention, params = KINDS[kind]
     tx = mc.qk_clip(attention=attention)
-    with pytest.raises(
-        ValueError, match=rf"normalized after the projection \({norm}\).*mc\.read_model"
-    ):
+    message = rf"normalized after the projection \({norm}\).*mc\.read_model"
+    with pytest.raises(ValueError, match=message):
         tx.init({"block": {}, "attn": params | {norm: SCALE}})
     if callable(attention):
         with pytest.raises(ValueError, match="'attn'.*normalized after"):
@@ -164,19 +140,14 @@ def test_entries_that_are_query_and_key_are_scaled_once():
     """A part of the key's is the query, too."""
     part = mc.HeadLeaf("w", 3, part=(-1, slice(0, 2)))
     layer = mc.AttentionLayer("", (part,), (mc.HeadLeaf("w", 3),))
-    params, stats = (
-        {"w": jnp.ones((3, 2, 4))},
-        {"max_logits": jnp.asarray([1.0, 400.0])},
-    )
+    params = {"w": jnp.ones((3, 2, 4))}
+    stats = {"max_logits": jnp.asarray([1.0, 400.0])}
     after = mc.clip_qk(params, stats, alpha=0.3, attention=[layer])["w"]
     np.testing.assert_allclose(after[0, 1], 0.25**0.5, rtol=1e-6)
     np.testing.assert_array_equal(after[:, 0], 1)
 
 
-ROOT = {
-    "query": {"kernel": jnp.ones((8, 2, 4))},
-    "key": {"kernel": jnp.ones((8, 2, 4))},
-}
+ROOT = query_and_key(8, 2, 4)
 ODD = ROOT | {"key": {"kernel": jnp.ones((8, 3, 4))}}
 HIDDEN = ROOT | {"key": {"kernel": optax.MaskedNode()}}
 AT_ROOT = mc.AttentionLayer(

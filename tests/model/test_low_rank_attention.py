@@ -114,13 +114,11 @@ def test_what_is_not_known_to_act_on_the_logits_is_refused(extra):
     kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
     kernels["attn"]["query"] |= extra
     for call in (mc.qk_clip().init, mc.flax_attention_layers):
-        with pytest.raises(
-            ValueError, match=rf"attn/query/{name}.*do to the logits.*mc\.read_model"
-        ):
+        message = rf"attn/query/{name}.*do to the logits.*mc\.read_model"
+        with pytest.raises(ValueError, match=message):
             call(kernels)
-    layer = mc.AttentionLayer(
-        "attn", (mc.HeadLeaf("query/kernel", 3),), (mc.HeadLeaf("key/kernel", 3),)
-    )
+    query, key = ((mc.HeadLeaf(f"{x}/kernel", 3),) for x in ("query", "key"))
+    layer = mc.AttentionLayer("attn", query, key)
     mc.qk_clip(attention=[layer]).init(kernels)  # who writes a layer knows
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_zoo import GEMMA
-from helpers import inputs, normal, ScannedModel
+from helpers import first_update, inputs, normal, ScannedModel
 from layers import latent_layer
 from optax.contrib import MuonDimensionNumbers
 from pieces import CASES, leaf_of
@@ -62,24 +62,25 @@ def parts_of(split, at, **how):
     )
 
 
+NAME = "fused, value whole"
 FUSED = {
-    "fused, value whole": parts_of((3, 4, 4), -3),
+    NAME: parts_of((3, 4, 4), -3),
     "heads of query, key and value": parts_of((4, 3, 4), -2, axis=-3),
 }
 
 
+def update_of(params, stats=STATS, **options):
+    tx = mc.muonclip(0.1, **options)
+    return first_update(tx, params, params, attention_stats=stats)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_heads_of_fused_kernels_are_those_cut_by_hand(name):
-    params = {"w": leaf_of(CASES[name], 0)}
+    params, attention = {"w": leaf_of(CASES[name], 0)}, FUSED[name]
+    found = update_of(params, attention=attention, per_head=True)
     by_hand = {"*w": CASES[name].axes}
-    updates = [
-        tx.update(params, tx.init(params), params, attention_stats=STATS)[0]
-        for tx in (
-            mc.muonclip(0.1, attention=FUSED[name], per_head=True),
-            mc.muonclip(0.1, attention=FUSED[name], dimension_numbers=by_hand),
-        )
-    ]
-    np.testing.assert_array_equal(updates[0]["w"], updates[1]["w"])
+    expected = update_of(params, attention=attention, dimension_numbers=by_hand)
+    np.testing.assert_array_equal(found["w"], expected["w"])
 
 
 def test_fewer_keys_than_queries_in_one_kernel():
@@ -88,10 +89,7 @@ def test_fewer_keys_than_queries_in_one_kernel():
         mc.HeadLeaf("w", 2, split=(12, 4), part=(-2, slice(*ends)))
         for ends in ((0, 8), (8, 10))
     )
-    params, attention = (
-        {"w": leaf_of(CASES["fused, value whole"], 0)},
-        layer_of(query, key),
-    )
+    params, attention = {"w": leaf_of(CASES[NAME], 0)}, layer_of(query, key)
     table = mc.describe(params, attention=attention, per_head=True)
     assert "10 x 16 x 4 + 1 x 16 x 8" in table
 
@@ -109,20 +107,13 @@ def test_layers_next_to_a_reading():
     params["stack"] = normal(3, 5, 7)  # added, so AdamW's, though names say a matrix
     reading = mc.read_model(loss, params, normal(4, 6, 16))
     assert reading.labels["stack"] == "vector"
-    tx = {
-        given: mc.muonclip(0.1, model=reading, per_head=True, attention=layers)
-        for given, layers in (("alone", None), ("both", reading.attention))
-    }
-    found = {
-        given: each.update(params, each.init(params), params, attention_stats=STATS)[0]
-        for given, each in tx.items()
-    }
-    jax.tree.map(np.testing.assert_array_equal, found["alone"], found["both"])
-    options = dict(model=reading, attention=reading.attention, per_head=False)
-    plain = mc.muonclip(0.1, **options)
-    whole, _ = plain.update(params, plain.init(params), params, attention_stats=STATS)
-    np.testing.assert_array_equal(whole["stack"], found["both"]["stack"])
-    assert (whole["a"] != found["both"]["a"]).any()
+    alone = update_of(params, model=reading, per_head=True)
+    options = dict(model=reading, attention=reading.attention)
+    both = update_of(params, **options, per_head=True)
+    jax.tree.map(np.testing.assert_array_equal, alone, both)
+    whole = update_of(params, **options, per_head=False)
+    np.testing.assert_array_equal(whole["stack"], both["stack"])
+    assert (whole["a"] != both["a"]).any()
 
 
 @pytest.mark.parametrize("per_head", [None, True, False])
@@ -135,8 +126,7 @@ def test_stock_layers_are_cut_alike_with_a_reading_and_without(per_head):
         return jnp.mean(model.apply({"params": params}, x) ** 2)
 
     def update(**options):
-        tx = mc.muon(0.1, per_head=per_head, **options)
-        return tx.update(grads, tx.init(params), params)[0]
+        return first_update(mc.muon(0.1, per_head=per_head, **options), grads, params)
 
     reading, grads = mc.read_model(loss, params, x), jax.grad(loss)(params, x)
     jax.tree.map(np.testing.assert_array_equal, update(), update(model=reading))
@@ -150,17 +140,13 @@ def test_stock_layers_are_cut_alike_with_a_reading_and_without(per_head):
 def test_flat_heads_are_those_of_an_axis():
     flat = {name: leaf_of(CASES["flat heads"], i) for i, name in enumerate("qk")}
     apart = {name: x.reshape(16, 8, 6) for name, x in flat.items()}
-    found = []
+    found, stats = [], {"max_logits": jnp.ones(8)}
     for params, how in ((flat, {"ndim": 2, "split": (8, 6)}), (apart, {"ndim": 3})):
         attention = layer_of(*(mc.HeadLeaf(name, **how) for name in "qk"))
-        tx = mc.muonclip(0.1, attention=attention, per_head=True)
-        stats = {"max_logits": jnp.ones(8)}
-        state = tx.init(params)
-        found.append(tx.update(params, state, params, attention_stats=stats)[0])
+        found.append(update_of(params, stats, attention=attention, per_head=True))
     for name in "qk":
-        np.testing.assert_allclose(
-            found[0][name], found[1][name].reshape(16, 48), rtol=0, atol=1e-6
-        )
+        by_axis = found[1][name].reshape(16, 48)
+        np.testing.assert_allclose(found[0][name], by_axis, rtol=0, atol=1e-6)
 
 
 AXES = ["ehd", "hed", "hde", "edh", "dhe", "deh"]
@@ -186,7 +172,7 @@ def test_inputs_are_those_of_the_loss_wherever_their_axis_stands(axes):
         consistent_rms=lambda inputs, outputs: inputs / outputs,
         model=mc.read_model(loss, params, x),
     )
-    found, _ = tx.update(params, tx.init(params), params)
+    found = first_update(tx, params)
     for name, kernel in zip("ab", kernels, strict=True):
         heads = mc.newton_schulz(jnp.moveaxis(kernel, 1, 0))
         expected = jnp.moveaxis(4 * heads, 0, 1)
@@ -210,7 +196,7 @@ def test_heads_in_groups_are_a_matrix_each():
         weight_decay=0.0,
     )
     stats = {"max_logits": jnp.ones(6)}
-    found, _ = tx.update(params, tx.init(params), params, attention_stats=stats)
+    found = first_update(tx, params, params, attention_stats=stats)
     of_heads = mc.newton_schulz(jnp.moveaxis(params["query"], 0, 2))
     np.testing.assert_allclose(found["query"], -jnp.moveaxis(of_heads, 2, 0), atol=1e-5)
 

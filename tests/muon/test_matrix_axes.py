@@ -1,10 +1,22 @@
-"""Leaves of several matrices: each is what a loop over matrices cut by hand makes."""
+"""Leaves of several matrices, or of one for each head, against some cut by hand."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, few, of_newton_schulz, polynomial_of, tolerance
+from helpers import (
+    assert_close,
+    few,
+    first_update,
+    normal,
+    of_newton_schulz,
+    polynomial_of,
+    tolerance,
+    updates_of,
+)
+from optax.contrib import MuonDimensionNumbers as Numbers
 from pieces import by_hand, Case, CASES, leaf_of
 
 import muonclip_jax as mc
@@ -34,13 +46,11 @@ def naive(case: Case, leaf, rms=0.2):
 def test_each_piece_is_a_matrix_of_its_own(name, rms):
     case = CASES[name]
     params = {"w": leaf_of(case, 0)}
-    tx = mc.scale_by_muon(
-        dimension_numbers={"w": case.axes}, beta=0.0, consistent_rms=rms
-    )
-    found, _ = jax.jit(tx.update)(params, tx.init(params))
-    assert_close(
-        found, {"w": naive(case, params["w"], rms)}, of_newton_schulz(max(case.shape))
-    )
+    axes = {"w": case.axes}
+    tx = mc.scale_by_muon(dimension_numbers=axes, beta=0.0, consistent_rms=rms)
+    found, _ = updates_of(tx, [params])
+    expected = {"w": naive(case, params["w"], rms)}
+    assert_close(found, expected, of_newton_schulz(max(case.shape)))
 
 
 @pytest.mark.more
@@ -49,7 +59,7 @@ def test_all_of_them_in_one_tree():
     params = {name: leaf_of(case, i) for i, (name, case) in enumerate(CASES.items())}
     axes = {name: case.axes for name, case in CASES.items()}
     tx = mc.scale_by_muon(dimension_numbers=axes, beta=0.0)
-    found, _ = jax.jit(tx.update)(params, tx.init(params))
+    found, _ = updates_of(tx, [params])
     expected = {name: naive(case, params[name]) for name, case in CASES.items()}
     assert_close(found, expected, of_newton_schulz(96))
 
@@ -68,9 +78,7 @@ def test_neurons_of_each_piece(name):
     case, axes = CASES[name], {"w": CASES[name].axes}
     tx = mc.normalize_neurons(0.9, dimension_numbers=axes)
     leaves = [leaf_of(case, seed) for seed in range(2)]
-    state = tx.init({"w": leaves[0]})
-    for leaf in leaves:
-        found, state = jax.jit(tx.update)({"w": leaf}, state)
+    found, _ = updates_of(tx, [{"w": leaf} for leaf in leaves])
     # The same matrices come by in the same order in both steps.
     means: list = []
     by_hand(case, leaves[0], lambda x: means.append(neurons_by_hand(x, 0.0)[1]) or x)
@@ -81,35 +89,26 @@ def test_neurons_of_each_piece(name):
 
 def test_momentum_in_8_bits_and_cautious_decay_are_of_the_whole_leaf():
     case = CASES["fused, value whole"]
-    params = {"w": leaf_of(case, 0)}
-    grads = {"w": leaf_of(case, 1)}
+    params, grads = ({"w": leaf_of(case, seed)} for seed in range(2))
     options = dict(
-        orthogonalizer=mc.NewtonSchulz(steps=2), cautious_weight_decay=True, beta=0.5
-    )
-    updates = []
-    for mu_dtype in ("int8", None):
-        axes = {"w": case.axes}
-        tx = mc.muon(0.1, dimension_numbers=axes, mu_dtype=mu_dtype, **options)
-        state = tx.init(params)
-        for _ in range(2):
-            update, state = jax.jit(tx.update)(grads, state, params)
-        updates.append(update["w"])
-    # Of a code of 8 bits, on the scale of the largest entry of a row or a column.
-    error = np.linalg.norm(updates[0] - updates[1]) / np.linalg.norm(updates[1])
-    assert 0 < error < 0.05
-    decays = np.sign(-updates[1]) == np.sign(params["w"])
-    plain = mc.muon(
-        0.1,
         dimension_numbers={"w": case.axes},
         orthogonalizer=mc.NewtonSchulz(steps=2),
         beta=0.5,
     )
-    state = plain.init(params)
-    for _ in range(2):
-        everywhere, state = jax.jit(plain.update)(grads, state, params)
-    np.testing.assert_allclose(
-        updates[1][decays], everywhere["w"][decays], rtol=0, atol=1e-6
+
+    def updated(**how):
+        tx = mc.muon(0.1, **options, **how)
+        return updates_of(tx, [grads] * 2, params)[0]["w"]
+
+    coded, cautious = (
+        updated(mu_dtype=dtype, cautious_weight_decay=True) for dtype in ("int8", None)
     )
+    # Of a code of 8 bits, on the scale of the largest entry of a row or a column.
+    error = np.linalg.norm(coded - cautious) / np.linalg.norm(cautious)
+    assert 0 < error < 0.05
+    decays = np.sign(-cautious) == np.sign(params["w"])
+    everywhere = updated()
+    np.testing.assert_allclose(cautious[decays], everywhere[decays], rtol=0, atol=1e-6)
 
 
 def wrong(**how):
@@ -149,3 +148,80 @@ def test_what_does_not_fit_a_leaf_at_init(axes, says):
     params = {"w": jnp.ones((8, 12, 2)[:rank])}
     with pytest.raises(ValueError, match=says):
         mc.muon(0.1, dimension_numbers={"w": axes}).init(params)
+
+
+PARAMS = {
+    "attn": {
+        "query": {"kernel": normal(0, 8, 2, 4)},
+        "key": {"kernel": normal(1, 8, 2, 4)},
+        "value": {"kernel": normal(2, 8, 2, 4)},
+        "out": {"kernel": normal(3, 2, 4, 8)},
+    },
+    "moe": {"wi": normal(4, 3, 8, 16)},
+}
+RULES = {"moe/wi": Numbers(-2, -1)}
+STATS = {"attn": {"max_logits": jnp.ones(2)}}
+
+
+def update_of(make, params=PARAMS, **options):
+    extra = {"attention_stats": STATS} if make is mc.muonclip else {}
+    return first_update(make(0.1, **options), params, params, **extra)
+
+
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+def test_next_to_patterns(make):
+    found = update_of(make, per_head=True, dimension_numbers=RULES)
+    by_hand = functools.partial(
+        mc.flax_dimension_numbers, per_head=True, dimension_numbers=RULES
+    )
+    expected = update_of(make, dimension_numbers=by_hand)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    whole = update_of(make, per_head=False, dimension_numbers=RULES)
+    # Other stacks are multiplied in another order: the same matrices differ in bits.
+    far = lambda a, b: bool((jnp.abs(a - b) > 1e-3 * jnp.abs(b).max()).any())  # noqa: E731
+    changed = jax.tree.map(far, found, whole)
+    assert changed["attn"]["value"]["kernel"] and not changed["moe"]["wi"]
+    assert not changed["attn"]["out"]["kernel"]
+
+
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+def test_by_default_where_heads_are_known(make):
+    found = update_of(make, dimension_numbers=RULES)
+    expected = update_of(make, per_head=True, dimension_numbers=RULES)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_by_default_what_is_given_stays():
+    given = RULES | {"attn/query": Numbers(0, (1, 2))}
+    described = dict(attention=mc.flax_attention_layers)
+    for options in ({}, described):
+        found = update_of(mc.muonclip, dimension_numbers=given, **options)
+        heads, whole = (
+            update_of(mc.muonclip, per_head=x, dimension_numbers=RULES)
+            for x in (True, False)
+        )
+        check = functools.partial(np.testing.assert_allclose, atol=1e-5)
+        for name, expected in (("query", whole), ("key", heads)):
+            kernels = found["attn"][name], expected["attn"][name]
+            jax.tree.map(check, *kernels)
+    # Numbers of all leaves leave nothing to find: True is refused, the default is not.
+    everything = functools.partial(mc.flax_dimension_numbers, dimension_numbers=RULES)
+    found = update_of(mc.muon, dimension_numbers=everything)
+    whole = update_of(mc.muon, per_head=False, dimension_numbers=RULES)
+    jax.tree.map(check, found, whole)
+
+
+def test_of_described_layers():
+    heads = {"attn": {"q": normal(0, 2, 8, 4), "k": normal(1, 2, 8, 4)}}
+    query, key = ((mc.HeadLeaf(name, 3, axis=-3),) for name in "qk")
+    options = {"attention": [mc.AttentionLayer("attn", query, key)], "params": heads}
+    joined, each = ({"attn": Numbers(*x)} for x in (((-3, -2), -1), (-2, -1)))
+    found = update_of(mc.muonclip, per_head=True, dimension_numbers=joined, **options)
+    expected = update_of(mc.muonclip, dimension_numbers=each, **options)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_not_next_to_numbers_of_all_leaves():
+    numbers = mc.flax_dimension_numbers(PARAMS, dimension_numbers=RULES, per_head=True)
+    with pytest.raises(ValueError, match="per_head=True has no effect"):
+        mc.muon(0.1, per_head=True, dimension_numbers=numbers).init(PARAMS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, more, normal
+from helpers import few, more, normal, updates_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import eight_bits, matrix_view
@@ -130,10 +130,8 @@ def coded(momentum, view):
 def naive_decode(codes, scales, view):
     """Entry by entry from the formula, in float64."""
     share = np.vectorize(lambda c: c / (254 - abs(c)))
-    codes, (rows, columns) = (
-        np.asarray(codes, np.float64),
-        map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), scales[:2]),
-    )
+    codes = np.asarray(codes, np.float64)
+    rows, columns = (np.float64(x.astype(jnp.float32)) for x in scales[:2])
     result = share(codes) * np.minimum(rows, columns)
     if scales.directions is None:
         return result
@@ -189,15 +187,10 @@ def test_what_is_not_finite_stays_so():
         assert not np.isfinite(decoded[3, 5])
 
 
-def walk(tx, steps, names=tuple(LEAVES)):
+def walk(tx, steps, names):
     params = {name: PARAMS[name] for name in names}
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for step in range(steps):
-        grads = grads_at(step)
-        grads = {name: grads[name] for name in names}
-        updates, state = update(grads, state, params)
-    return updates, state
+    gradients = ({name: grads_at(i)[name] for name in names} for i in range(steps))
+    return updates_of(tx, gradients, params)
 
 
 @pytest.mark.more
@@ -221,12 +214,8 @@ def test_no_matrix_is_gathered_to_be_coded():
     momentum = jax.device_put(normal(0, *view.shape), sharding)
     text = coded.lower(momentum, view).compile().as_text()
     rank = eight_bits.number_of_directions(view)
-    gathered = [
-        line
-        for line in text.splitlines()
-        if " all-gather(" in line or "all-to-all(" in line
-    ]
-    for line in gathered:
+    lines = text.splitlines()
+    for line in (x for x in lines if " all-gather(" in x or "all-to-all(" in x):
         shape = line.split("[")[1].split("]")[0]
         size = np.prod([int(n) for n in shape.split(",") if n])
         assert size <= rank * max(view.shape), line

@@ -10,8 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import more, normal
-from jax.sharding import AxisType, NamedSharding
+from helpers import (
+    assert_where,
+    first_update,
+    mesh_of,
+    more,
+    normal,
+    on_mesh,
+    updates_of,
+)
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -129,55 +137,38 @@ def test_muon_puts_it_after_the_direction():
 
 
 def test_leaves_without_a_matrix_are_named():
-    with pytest.raises(ValueError, match=r"normalize_neurons got .*'up/bias'"):
-        mc.normalize_neurons().init(
-            {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
-        )
-    masked = optax.masked(mc.normalize_neurons(), mc.matrix_mask)
     params = {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
-    updates, _ = masked.update(params, masked.init(params))
-    assert (updates["up"]["bias"] == 1).all()
+    with pytest.raises(ValueError, match=r"normalize_neurons got .*'up/bias'"):
+        mc.normalize_neurons().init(params)
+    masked = optax.masked(mc.normalize_neurons(), mc.matrix_mask)
+    assert (first_update(masked, params)["up"]["bias"] == 1).all()
 
 
-MESH_SHAPES = {"up": (8, 32), "down": (32, 8), "stack": (4, 8, 16), "query": (8, 4, 8)}
-LAYOUT = {
-    "up": P("b", "a"),
-    "down": P("a", "b"),
-    "stack": P(None, "b", "a"),
-    "query": P("a", None, "b"),
-}
-
-
-def on_mesh(type_):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(type_, type_))
-    shardings = {k: NamedSharding(mesh, spec) for k, spec in LAYOUT.items()}
-    updates = {k: normal(i, *shape) for i, (k, shape) in enumerate(MESH_SHAPES.items())}
-    return updates, jax.device_put(updates, shardings), shardings
-
-
-MESH_NUMBERS = {
-    "up": Numbers(0, 1),
-    "down": Numbers(0, 1),
-    "stack": Numbers(1, 2),
-    "query": Numbers(0, (1, 2)),
+ON_A_MESH = {
+    "up": ((8, 32), Numbers(0, 1), P("b", "a")),
+    "down": ((32, 8), Numbers(0, 1), P("a", "b")),
+    "stack": ((4, 8, 16), Numbers(1, 2), P(None, "b", "a")),
+    "query": ((8, 4, 8), Numbers(0, (1, 2)), P("a", None, "b")),
 }
 
 
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(type_):
-    whole, cut, shardings = on_mesh(type_)
-    tx = mc.normalize_neurons(dimension_numbers=MESH_NUMBERS)
+    shapes, numbers, specs = (
+        {name: of[i] for name, of in ON_A_MESH.items()} for i in range(3)
+    )
+    shardings = on_mesh(mesh_of(type_, a=4, b=2), specs)
+    whole = {k: normal(i, *shape) for i, (k, shape) in enumerate(shapes.items())}
+    cut = jax.device_put(whole, shardings)
+    tx = mc.normalize_neurons(dimension_numbers=numbers)
     state, update = tx.init(cut), jax.jit(tx.update)
     for _ in range(2):
         updates, state = update(cut, state)
-    expected, alone = None, tx.init(whole)
-    for _ in range(2):
-        expected, alone = tx.update(whole, alone)
+    assert_where(updates, shardings)
+    alone = mc.normalize_neurons(dimension_numbers=numbers)
+    expected, _ = updates_of(alone, [whole] * 2)
     for name in whole:
         np.testing.assert_allclose(updates[name], expected[name], atol=1e-5)
-        assert updates[name].sharding.is_equivalent_to(
-            shardings[name], updates[name].ndim
-        )
     assert update._cache_size() == 1
     assert_vectors_only(update.lower(cut, state).compile().as_text())
 
@@ -199,7 +190,7 @@ def assert_vectors_only(text):
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_next_to_metadata_of_axes(type_):
     """Flax lays what is in a param's box as the param: `v` is in none."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(type_,))
+    mesh = mesh_of(type_, x=4)
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", None))
     with jax.set_mesh(mesh):
         model = nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0), kernel_init=init)
@@ -211,12 +202,10 @@ def test_next_to_metadata_of_axes(type_):
 
 
 def test_next_to_boxes_of_linen():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(x=4, y=2)
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("x", "y"))
-    layer, tx = (
-        nn.Dense(16, use_bias=False, kernel_init=init),
-        mc.muon(0.1, neuron_b2=0.9),
-    )
+    layer = nn.Dense(16, use_bias=False, kernel_init=init)
+    tx = mc.muon(0.1, neuron_b2=0.9)
 
     def create():
         params = layer.init(jax.random.key(0), jnp.ones((1, 8)))
@@ -232,10 +221,9 @@ def test_next_to_boxes_of_linen():
 def test_the_derivative_at_zero():
     params = {"w": normal(0, 4, 6)}
     tx = mc.muon(0.1, weight_decay=0.0, neuron_b2=0.9)
-    state = tx.init(params)
 
     def size(grads):
-        return jnp.sum(tx.update(grads, state, params)[0]["w"] ** 2)
+        return jnp.sum(first_update(tx, grads, params)["w"] ** 2)
 
     assert jnp.isfinite(jax.grad(size)({"w": jnp.zeros((4, 6))})["w"]).all()
 

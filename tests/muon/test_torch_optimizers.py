@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import one_at_a_time, ROOT
+from helpers import one_at_a_time, ROOT, step_of
+from test_muon import check_against_torch
 
 import muonclip_jax as mc
 
@@ -82,8 +83,7 @@ def test_follows(name, first):
     momentum = {k: factor * m for k, m in recorded(f"{name}_momentum", first).items()}
     state = optax.tree.set(tx.init(params), is_of_muon, mu=momentum)
     for step in range(first, STEPS):
-        updates, state = tx.update(recorded("grads", step), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step_of(tx)(recorded("grads", step), state, params)
     for k, expected in recorded(f"{name}_params", STEPS).items():
         np.testing.assert_allclose(params[k], expected, rtol=0, atol=2e-6)
 
@@ -91,17 +91,7 @@ def test_follows(name, first):
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_follows_torch_by_the_settings_of_the_manual(name):
     """Kimi K2's algorithm has no public code; it is torch's without Nesterov."""
-    data = np.load(ROOT / f"tests/data/torch_muon_{name}.npz")
-    count = sum(key.endswith("grads") for key in data)
-    params = {j: jnp.asarray(data[f"{j}_params"][0]) for j in range(count)}
-    tx = mc.muon(0.02, **settings(OF_TORCH[name]))
-    state = tx.init(params)
-    for step in range(STEPS):
-        grads = {j: jnp.asarray(data[f"{j}_grads"][step]) for j in range(count)}
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    for j in range(count):
-        np.testing.assert_allclose(params[j], data[f"{j}_params"][STEPS], atol=1e-5)
+    check_against_torch(mc.muon(0.02, **settings(OF_TORCH[name])), name)
 
 
 BLOCKS = mc.MatrixAxes(1, 0, parts=(32, 20, 12))
@@ -120,15 +110,13 @@ def test_cuts_as_dion_does(name):
     splits = np.load(ROOT / "tests/data/torch_splits.npz")
     options = dict(SPLITS[name])
     numbers = {"w": options.pop("axes")}
-    tx = mc.muon(
-        0.02, weight_decay=0.1, beta=BETA, dimension_numbers=numbers, **options
-    )
+    options |= {"weight_decay": 0.1, "beta": BETA, "dimension_numbers": numbers}
+    tx = mc.muon(0.02, **options)
     before, *after = splits[f"{name}_params"]
     params = {"w": jnp.asarray(before)}
     state = tx.init(params)
     for grads, expected in zip(splits[f"{name}_grads"], after, strict=True):
-        updates, state = tx.update({"w": jnp.asarray(grads)}, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step_of(tx)({"w": jnp.asarray(grads)}, state, params)
         np.testing.assert_allclose(params["w"], expected, rtol=0, atol=2e-6)
 
 

@@ -1,12 +1,14 @@
 """Weight decay against loops over entries, with masks, schedules and in Muon."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import first_update, mesh_of, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,9 +46,8 @@ def test_schedules_count_their_steps(is_cautious):
     def schedule(count):
         return 0.1 * (count + 1)
 
-    tx = mc.muon(
-        1.0, beta=0.0, weight_decay=schedule, cautious_weight_decay=is_cautious
-    )
+    options = {"beta": 0.0, "cautious_weight_decay": is_cautious}
+    tx = mc.muon(1.0, weight_decay=schedule, **options)
     zero = mc.muon(1.0, beta=0.0, weight_decay=0.0)
     state, plain = tx.init(PARAMS), zero.init(PARAMS)
     for step in range(3):
@@ -69,12 +70,10 @@ def test_small_numbers_have_signs_too():
 def test_both_sides_of_muon_and_dtypes(dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     updates = jax.tree.map(lambda p: p.astype(dtype), UPDATES)
-    make = lambda **options: mc.muon(0.1, adam_learning_rate=0.1, **options)  # noqa: E731
+    make = functools.partial(mc.muon, 0.1, adam_learning_rate=0.1)
     cautious = make(weight_decay=0.5, cautious_weight_decay=True)
     plain, none = make(weight_decay=0.5), make(weight_decay=0.0)
-    results = [
-        tx.update(updates, tx.init(params), params)[0] for tx in (cautious, plain, none)
-    ]
+    results = [first_update(tx, updates, params) for tx in (cautious, plain, none)]
     for name, w in params.items():
         with_care, decayed, bare = (np.asarray(r[name], np.float64) for r in results)
         agrees = np.asarray(-bare * np.asarray(w, np.float64)) > 0
@@ -84,8 +83,7 @@ def test_both_sides_of_muon_and_dtypes(dtype):
 
 @pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(type_):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(type_, type_))
-    sharding = NamedSharding(mesh, P("a", "b"))
+    sharding = NamedSharding(mesh_of(type_, a=4, b=2), P("a", "b"))
     pair = {"w": normal(0, 8, 4)}, {"w": normal(1, 8, 4)}
     tx = mc.add_cautious_decayed_weights(0.1)
     params, updates = jax.device_put(pair, sharding)

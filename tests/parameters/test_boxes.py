@@ -9,6 +9,7 @@ import pytest
 from containers import unwrapped, WRAP
 from flax.training.train_state import TrainState
 from helpers import few, normal, one_at_a_time
+from trees import is_shape
 
 import muonclip_jax as mc
 
@@ -30,9 +31,7 @@ SHAPES = {
     },
     "lm_head": {"kernel": (D, V)},
 }
-PARAMS = jax.tree.map(
-    lambda shape: normal(shape, *shape), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
-)
+PARAMS = jax.tree.map(lambda x: normal(x, *x), SHAPES, is_leaf=is_shape)
 GRADS = jax.tree.map(lambda x: normal((*x.shape[::-1], 1), *x.shape), PARAMS)
 STATS = {"block": {"attn": {"max_logits": jnp.array([3.0, 50.0, 200.0])}}}
 

@@ -6,24 +6,11 @@ Each tree is the least that makes its rule hold; the axes are checked elsewhere.
 import itertools
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 from internals import RULES
+from trees import tree_of
 
 import muonclip_jax as mc
-
-
-def tree(leaves):
-    """A tree of shapes from paths."""
-    params = {}
-    for path, shape in leaves.items():
-        *modules, name = path.split("/")
-        node = params
-        for module in modules:
-            node = node.setdefault(module, {})
-        node[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return params
 
 
 NORM = {"norm/scale": (64,)}
@@ -77,7 +64,8 @@ ASKED = {
 def rows_of(leaves):
     """The rows of the table, or the lines of the question, by their paths."""
     try:
-        rows = mc.describe(tree(leaves), attention=[], collapse=False).splitlines()
+        params = tree_of(leaves)
+        rows = mc.describe(params, attention=[], collapse=False).splitlines()
     except ValueError as error:
         rows = str(error).split("Let the loss")[0].splitlines()
     return {row.split()[0]: row for row in rows if row.strip()}

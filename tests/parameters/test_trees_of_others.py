@@ -1,13 +1,14 @@
 """Parameter trees of real models by others, against an expert's verdict per leaf."""
 
 import collections
-import itertools
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import first_update
 from optax.contrib import MuonDimensionNumbers
+from trees import rules_in, run, tree_of
 from trees_of_others import build, count, is_listed, is_right, look_up, read_models
 
 import muonclip_jax as mc
@@ -17,14 +18,6 @@ pytestmark = pytest.mark.usefixtures("every_container")
 
 
 MODELS = read_models()
-
-
-def rules_in(message):
-    """The mapping that an error prints, as a user pastes it."""
-    code = message[message.index("from optax") : message.index("}") + 1]
-    names = {}
-    exec(code, names)
-    return names["dimension_numbers"]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model["model"])
@@ -49,34 +42,24 @@ def test_hardly_any_leaf_is_asked_about():
     assert counts["asked"] / counts["leaves"] < 0.02
 
 
-def dense(features, outputs):
-    shapes = {"kernel": (features, outputs), "bias": (outputs,)}
-    return {name: jnp.ones(shape) for name, shape in shapes.items()}
-
-
 def test_an_unnamed_head_is_seen_in_the_whole_tree_alone():
     """The mask hides it; the layer in front of it is none, though nothing takes it."""
     sizes = (20, 16, 12, 9, 7, 5)
-    layers = itertools.pairwise(sizes)
-    params = {f"Dense_{i}": dense(*pair) for i, pair in enumerate(layers)}
+    params = tree_of(run("Dense_", *sizes))
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), params)
     mask = mc.matrix_mask(params)
     assert [mask[name]["kernel"] for name in sorted(mask)] == [True] * 4 + [False]
     tx = optax.masked(mc.scale_by_muon(), mc.matrix_mask)
-    updates, _ = tx.update(params, tx.init(params), params)
+    updates = first_update(tx, params, params)
     assert (updates["Dense_4"]["kernel"] == 1).all()
     assert (updates["Dense_3"]["kernel"] != 1).all()
 
 
-PARAMS = {
-    "embed": {"embedding": jax.ShapeDtypeStruct((50, 8), "float32")},
-    "layers": {
-        str(i): {
-            "experts_up": jax.ShapeDtypeStruct((4, 8, 16), "float32"),
-            "up": {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")},
-        }
-        for i in range(3)
-    },
-}
+PARAMS = tree_of(
+    {"embed/embedding": (50, 8)}
+    | {f"layers/{i}/experts_up": (4, 8, 16) for i in range(3)}
+    | {f"layers/{i}/up/kernel": (8, 16) for i in range(3)}
+)
 MATRIX = MuonDimensionNumbers(-2, -1)
 
 

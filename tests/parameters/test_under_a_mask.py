@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal, one_at_a_time
+from helpers import first_update, normal, one_at_a_time
 from optax.contrib import MuonDimensionNumbers
+from trees import is_shape, linear, nested, rules_in
 from trees_of_others import build, look_up, read_models
 
 import muonclip_jax as mc
@@ -21,15 +22,11 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def arrays(shapes):
-    return jax.tree.map(
-        lambda shape: normal(shape, *shape),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return jax.tree.map(lambda x: normal(x, *x), shapes, is_leaf=is_shape)
 
 
-def layer(*kernel, bias=None):
-    return {"kernel": kernel, "bias": bias or kernel[-1:]}
+def layer(name, *kernel, bias=None):
+    return {f"{name}/kernel": kernel, f"{name}/bias": bias or kernel[-1:]}
 
 
 # What a mask by names shows of these, a reading calls a table and an output head.
@@ -60,54 +57,39 @@ def test_the_error_of_a_mask_by_names_says_what_to_write(name, is_read, is_given
     assert written
     names = {"mc": mc, "optax": optax, "functools": functools}
     tx = eval(written[1], names | {"reading": reading, "n": n})
-    updates, _ = tx.update(LOOKED_UP, tx.init(LOOKED_UP), LOOKED_UP)
+    updates = first_update(tx, LOOKED_UP, LOOKED_UP)
     for leaf in ("table", "b", "final"):
         assert updates[leaf] is LOOKED_UP[leaf]
     assert not np.allclose(updates["w"], LOOKED_UP["w"])
 
 
+#: Shapes by path.
 MODELS = {
-    "turned kernels": {
-        "h": {
-            "0": {
-                "ln_1": {"scale": (12,), "bias": (12,)},
-                "c_attn": layer(36, 12, bias=(36,)),
-                "c_fc": layer(40, 12, bias=(40,)),
-                "c_proj": layer(12, 40, bias=(12,)),
-            }
-        },
-        "wte": {"embedding": (50, 12)},
-    },
-    "kernels of Flax": {"up": layer(12, 40), "down": layer(40, 12)},
-    "patches": {
-        "embedding": layer(4, 4, 3, 24),
-        "up": layer(24, 48),
-        "down": layer(48, 24),
-    },
-    "heads": {
-        "to_heads": layer(9, 4, 6, bias=(4, 6)),
-        "merge": layer(4, 6, 9, bias=(9,)),
-    },
-    "scanned windows": {"conv": layer(5, 3, 8, 8, bias=(5, 8)), "up": layer(8, 20)},
+    "turned kernels": layer("h/0/c_attn", 36, 12, bias=(36,))
+    | layer("h/0/c_fc", 40, 12, bias=(40,))
+    | layer("h/0/c_proj", 12, 40, bias=(12,))
+    | {"h/0/ln_1/scale": (12,), "h/0/ln_1/bias": (12,), "wte/embedding": (50, 12)},
+    "kernels of Flax": layer("up", 12, 40) | layer("down", 40, 12),
+    "patches": layer("embedding", 4, 4, 3, 24)
+    | layer("up", 24, 48)
+    | layer("down", 48, 24),
+    "heads": layer("to_heads", 9, 4, 6, bias=(4, 6)) | layer("merge", 4, 6, 9),
+    "scanned windows": layer("conv", 5, 3, 8, 8, bias=(5, 8)) | layer("up", 8, 20),
     "layers at axis 1": {
-        "layers": {
-            "norm": {"scale": (8, 3)},
-            "mlp": {"wi": {"kernel": (8, 3, 8)}, "wo": {"kernel": (8, 3, 8)}},
-        }
+        "layers/norm/scale": (8, 3),
+        "layers/mlp/wi/kernel": (8, 3, 8),
+        "layers/mlp/wo/kernel": (8, 3, 8),
     },
-    "Equinox": {
-        "conv": {"weight": (12, 4, 3, 3), "bias": (12, 1, 1)},
-        "up": {"weight": (40, 12), "bias": (40,)},
-        "down": {"weight": (12, 40), "bias": (12,)},
-    },
-}  # fmt: skip
-PARAMS = {name: arrays(shapes) for name, shapes in MODELS.items()}
+    "Equinox": {"conv/weight": (12, 4, 3, 3), "conv/bias": (12, 1, 1)}
+    | linear("up", 40, 12)
+    | linear("down", 12, 40),
+}
+PARAMS = {name: arrays(nested(leaves)) for name, leaves in MODELS.items()}
 SCALES = [0.2, None, "mup"]
 
 
 def one_step(tx, params):
-    updates, _ = tx.update(params, tx.init(params), params)
-    return updates
+    return first_update(tx, params, params)
 
 
 def chain(scale_by_muon):
@@ -134,11 +116,8 @@ def test_as_muon_does_or_an_error_whose_advice_works(name, rms):
         numbers = mc.flax_dimension_numbers(params)
         told = mc.scale_by_muon(consistent_rms=rms, dimension_numbers=numbers)
         found = one_step(chain(told), params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        found,
-        expected,
-    )
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(check, found, expected)
 
 
 @pytest.mark.parametrize("name", ["turned kernels", "kernels of Flax"])
@@ -150,7 +129,7 @@ def test_which_side_is_the_input_matters_to_two_scales_alone(name):
         tx = mc.scale_by_muon(consistent_rms=rms)
         with pytest.raises(ValueError, match="which axes are the inputs of"):
             optax.masked(tx, mc.matrix_mask).init(PARAMS[name])
-    square = {"a": arrays(layer(8, 8))}
+    square = arrays(nested(layer("a", 8, 8)))
     tx = mc.scale_by_muon(consistent_rms=None)
     optax.masked(tx, mc.matrix_mask).init(square)
 
@@ -179,13 +158,6 @@ def sides(numbers, shape):
         frozenset(axis % len(shape) for axis in axes if shape[axis] != 1)
         for axes in both
     }
-
-
-def rules_in(message):
-    code = message[message.index("from optax") : message.index("}") + 1]
-    names = {}
-    exec(code, names)
-    return names["dimension_numbers"]
 
 
 @pytest.mark.parametrize("model", read_models(), ids=lambda model: model["model"])

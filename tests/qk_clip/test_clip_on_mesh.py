@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import assert_where, mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,19 +24,12 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def model():
-    generator = np.random.default_rng(0)
+    kernels = np.random.default_rng(0).normal(size=(LAYERS, 2, WIDTH, HEADS, HEAD_DIM))
     return {
         f"layer{i}": {
-            "attn": {
-                name: {
-                    "kernel": generator.normal(size=(WIDTH, HEADS, HEAD_DIM)).astype(
-                        np.float32
-                    )
-                }
-                for name in SPECS
-            }
+            "attn": {name: {"kernel": k} for name, k in zip(SPECS, pair, strict=True)}
         }
-        for i in range(LAYERS)
+        for i, pair in enumerate(np.float32(kernels))
     }
 
 
@@ -48,8 +42,7 @@ STATS = {
 
 
 def make_mesh(types):
-    axis_types = (TYPES[types],) * 2
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=axis_types)
+    return mesh_of(TYPES[types], data=4, tensor=2)
 
 
 def shardings_on(mesh, params):
@@ -65,10 +58,8 @@ def shardings_on(mesh, params):
 def test_same_as_on_one_device(types, heads):
     params = model()
     tx = mc.muonclip(1e-2, orthogonalizer=mc.NewtonSchulz(steps=2))
-    update = jax.jit(tx.update)
-    expected, expected_state = update(
-        params, tx.init(params), params, attention_stats=STATS
-    )
+    update = functools.partial(jax.jit(tx.update), attention_stats=STATS)
+    expected, expected_state = update(params, tx.init(params), params)
     mesh = make_mesh(types)
     shardings = shardings_on(mesh, params)
     stats = jax.device_put(STATS, NamedSharding(mesh, heads))
@@ -79,13 +70,9 @@ def test_same_as_on_one_device(types, heads):
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
     assert int(optax.tree.get(state, "num_clipped")) == 2 * LAYERS
     assert float(optax.tree.get(state, "max_logit")) == 403.0
-    chex.assert_trees_all_close(
-        numbers, mc.scalars(expected_state, params, heads=True), rtol=1e-5
-    )
-    for leaf, sharding in zip(
-        jax.tree.leaves(updates), jax.tree.leaves(shardings), strict=True
-    ):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    desired = mc.scalars(expected_state, params, heads=True)
+    chex.assert_trees_all_close(numbers, desired, rtol=1e-5)
+    assert_where(updates, shardings)
 
 
 def sent_to_all(program):
@@ -101,9 +88,8 @@ def test_heads_are_not_gathered():
     mesh = make_mesh("auto")
     placed = jax.device_put(params, shardings_on(mesh, params))
     stats = jax.device_put(STATS, NamedSharding(mesh, P("tensor")))
-    update = jax.jit(tx.update).lower(
-        placed, tx.init(placed), placed, attention_stats=stats
-    )
+    update = functools.partial(jax.jit(tx.update).lower, attention_stats=stats)
+    update = update(placed, tx.init(placed), placed)
     assert "callback" not in update.as_text()
     sizes = sent_to_all(update.compile().as_text())
     assert 0 < max(sizes) <= LAYERS * HEADS

@@ -13,6 +13,7 @@ from helpers import (
     clip_at_rest,
     inputs,
     largest,
+    leaf_pairs,
     linen_stats,
     linen_variables,
     LinenModel,
@@ -20,6 +21,7 @@ from helpers import (
     nnx_stats,
     normal,
     one_at_a_time,
+    query_and_key,
     randomize,
     ScannedModel,
 )
@@ -31,16 +33,11 @@ import muonclip_jax as mc
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
-def without_biases(params, stats, threshold, **options):
+def without_biases(params, clipped):
     """What a clip that forgets the biases leaves: a witness for the tests."""
-    clipped = mc.clip_qk(params, stats, threshold, **options)
     tree = paths.flatten(params)
-    kept = [
-        old if path[-1] == "bias" else new
-        for path, old, new in zip(
-            tree.paths, tree.leaves, tree.of(clipped), strict=True
-        )
-    ]
+    leaves = zip(tree.paths, tree.leaves, tree.of(clipped), strict=True)
+    kept = [old if path[-1] == "bias" else new for path, old, new in leaves]
     return tree.unflatten(kept)
 
 
@@ -74,38 +71,26 @@ def case_of(name):
 
 @pytest.mark.parametrize("alpha, case", one_at_a_time([0.0, 0.3, 0.5, 1.0], CASES))
 def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
-    params, measure = case_of(case)
-    before = largest(measure(params))
-    tau = float(np.median(before))  # so that half the heads are over
-    clipped, state = zero_step(params, measure(params), tau, alpha)
-    after = largest(measure(clipped))
-    np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
-    assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
-    np.testing.assert_allclose(
-        optax.tree.get(state, "max_logit"), before.max(), rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_forgetting_the_biases_would_miss_the_threshold(case):
-    params, measure = case_of(case)
-    before = largest(measure(params))
-    tau = float(np.median(before))
-    after = largest(measure(without_biases(params, measure(params), tau)))
-    error = np.abs(after - np.minimum(before, tau)) / np.abs(np.minimum(before, tau))
-    assert error.max() > 1e-2
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_function_and_transformation_agree(case):
+    """By the transformation and by the function, as long as no bias is forgotten."""
     params, measure = case_of(case)
     stats = measure(params)
-    tau = float(np.median(largest(stats)))
-    by_step, _ = zero_step(params, stats, tau)
-    by_function = mc.clip_qk(params, stats, tau)
-    chex.assert_trees_all_close(
-        jax.tree.leaves(by_step), jax.tree.leaves(by_function), rtol=3e-7, atol=0
-    )
+    before = largest(stats)
+    tau = float(np.median(before))  # so that half the heads are over
+    expected = np.minimum(before, tau)
+    clipped, state = zero_step(params, stats, tau, alpha)
+    np.testing.assert_allclose(largest(measure(clipped)), expected, rtol=1e-4)
+    assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
+    logit = optax.tree.get(state, "max_logit")
+    np.testing.assert_allclose(logit, before.max(), rtol=1e-6)
+    by_function = mc.clip_qk(params, stats, tau, alpha=alpha)
+    for x, y in leaf_pairs(clipped, by_function):
+        np.testing.assert_allclose(x, y, rtol=3e-7, atol=0)
+    # By the new logits nothing is left to clip.
+    again = mc.clip_qk(by_function, measure(by_function), tau, alpha=alpha)
+    for x, y in leaf_pairs(again, by_function):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+    forgotten = largest(measure(without_biases(params, by_function)))
+    assert np.abs(forgotten / expected - 1).max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -162,17 +147,8 @@ def test_empty_statistics_suit_a_model_without_attention():
     assert "max_logit" not in mc.scalars(state, params)
 
 
-def test_clipping_again_with_the_new_logits_changes_nothing():
-    params, measure = case_of("linen")
-    tau = float(np.median(largest(measure(params))))
-    once = mc.clip_qk(params, measure(params), tau)
-    twice = mc.clip_qk(once, measure(once), tau)
-    chex.assert_trees_all_close(once, twice, rtol=1e-5)
-
-
 def test_schedule_of_the_threshold_must_begin_above_zero():
-    kernel = jnp.ones((8, 2, 4))
-    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    params = {"attn": query_and_key(8, 2, 4)}
     for tx in (
         mc.qk_clip(optax.linear_schedule(0.0, 100.0, 1000)),
         mc.muonclip(1e-3, threshold=lambda step: -1.0 + step),
@@ -182,8 +158,7 @@ def test_schedule_of_the_threshold_must_begin_above_zero():
 
 
 def test_a_threshold_that_falls_below_zero_clips_nothing():
-    kernel = jnp.ones((8, 2, 4))
-    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    params = {"attn": query_and_key(8, 2, 4)}
     stats = {"attn": {"max_logits": jnp.array([5.0, 6.0])}}
     tx = mc.qk_clip(lambda step: 100.0 - 101.0 * step)
     state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
@@ -193,7 +168,7 @@ def test_a_threshold_that_falls_below_zero_clips_nothing():
     clip = jax.jit(lambda threshold: mc.clip_qk(params, stats, threshold))
     for threshold in (0.0, -3.0):
         after = clip(threshold)["attn"]["query"]["kernel"]
-        np.testing.assert_array_equal(after, kernel)
+        np.testing.assert_array_equal(after, params["attn"]["query"]["kernel"])
 
 
 @pytest.mark.parametrize("key_heads", [2, 1])
@@ -211,11 +186,8 @@ def test_a_steep_clip_in_a_chain(key_heads):
         while largest > 1.01 and steps < 9:
             stats = {"max_logits": jnp.full(2, largest, jnp.float32)}
             updates, state = tx.update(zeros, state, after, attention_stats=stats)
-            after, largest, steps = (
-                optax.apply_updates(after, updates),
-                ratio,
-                steps + 1,
-            )
+            after, largest = optax.apply_updates(after, updates), ratio
+            steps += 1
             for name in params:
                 scales = np.float64(after[name]["kernel"]) / params[name]["kernel"]
                 scale = np.median(scales)
@@ -231,7 +203,7 @@ def test_a_steep_clip_in_a_chain(key_heads):
 
 @pytest.mark.parametrize("value", [-0.5, 1.5, float("nan")])
 def test_alpha_schedules_out_of_range(value):
-    params = {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}
+    params = query_and_key(8, 2, 4)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with pytest.raises(ValueError, match="alpha must be in .*begins at"):
         mc.qk_clip(alpha=lambda step: value).init(params)
@@ -243,3 +215,47 @@ def test_alpha_schedules_out_of_range(value):
     after = optax.apply_updates(params, updates)
     expected = mc.clip_qk(params, stats, alpha=1.0 if value > 1 else 0.0)
     chex.assert_trees_all_close(after, expected, rtol=1e-6)
+
+
+def test_a_head_at_the_threshold_is_not_counted():
+    """MindFormers: [[99, 100], [101, 150]] with tau 100 counts two."""
+    params = query_and_key(2, 4, 2, 2)
+    stats = {"max_logits": jnp.asarray([[99.0, 100.0], [101.0, 150.0]])}
+    _, state = zero_step(params, stats, 100.0)
+    assert optax.tree.get(state, "num_clipped") == 2
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_non_finite_statistic_leaves_its_head_alone_and_is_counted(value):
+    kernel = randomize(jnp.ones((4, 3, 2)))
+    params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+    stats = {"max_logits": jnp.asarray([value, 400.0, 50.0])}
+    after, state = zero_step(params, stats, 100.0)
+    assert jnp.isfinite(after["query"]["kernel"]).all()
+    chex.assert_trees_all_equal(after["query"]["kernel"][:, [0, 2]], kernel[:, [0, 2]])
+    assert optax.tree.get(state, "num_nonfinite") == 1
+    assert optax.tree.get(state, "num_clipped") == 1
+    assert optax.tree.get(state, "max_logit") == 400
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"intermediates": {"attn": {"max_logits": s}}},
+        lambda s: {"intermediates": {"params": {"attn": {"max_logits": s}}}},
+        lambda s: {"attn": {"max_logits": (s,)}},
+        lambda s: {"attn": {"max_logits": s, "attention_weights": (jnp.ones((2, 2)),)}},
+        lambda s: {"attn": {"max_logits": (s, s - 1)}},
+        lambda s: {"attn": {"max_logits": np.asarray(s)}},
+        lambda s: nnx.State({"attn": {"max_logits": nnx.Intermediate(s)}}),
+        lambda s: nnx.State({"attn": {"max_logits": nnx.Intermediate((s,))}}),
+    ],
+)
+@pytest.mark.parametrize("outer", [False, True])
+def test_statistics_in_every_wrapping(wrap, outer):
+    ones = jnp.ones((3, 2, 2))
+    params = {"attn": {"query": {"kernel": ones}, "key": {"kernel": ones}}}
+    given = {"params": params} if outer else params
+    after = mc.clip_qk(given, wrap(jnp.asarray([50.0, 400.0])))
+    after = after["params"] if outer else after
+    np.testing.assert_allclose(after["attn"]["query"]["kernel"][0, :, 0], [1, 0.5])

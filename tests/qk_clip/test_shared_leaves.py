@@ -4,6 +4,7 @@ Every layer has an input of its own, so that its logits depend on its own leaves
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import more, normal
+from helpers import mesh_of, more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -94,34 +95,18 @@ def keys_of_three_layers(p):
     }
 
 
-def one_query_for_two_layers(p):
-    return {
-        f"a{i}": product(cut(x @ p["q"]), cut(x @ p[f"k{i}"]))
-        for i, x in enumerate(X[:2])
-    }
+def of_pairs(*pairs, joint=()):
+    """Layers one after the other, each with the leaf of its query and of its key."""
 
+    def logits(p):
+        layers = enumerate(zip(X, pairs, strict=False))
+        return {
+            f"a{i}": product(cut(x @ p[q]), cut(x @ p[k])) for i, (x, (q, k)) in layers
+        }
 
-def all_of_two_layers(p):
-    return {
-        f"a{i}": product(cut(x @ p["q"]), cut(x @ p["k"])) for i, x in enumerate(X[:2])
-    }
-
-
-def swapped(p):
-    """The query of one layer is the key of the other."""
-    return {
-        f"a{i}": product(cut(x @ p["qk"[i]]), cut(x @ p["kq"[i]]))
-        for i, x in enumerate(X[:2])
-    }
-
-
-def nothing_left_for_one(p):
-    """The middle one has the query of the first, and the key of the last."""
-    pairs = [("q0", "k0"), ("q0", "k2"), ("q2", "k2")]
-    return {
-        f"a{i}": product(cut(x @ p[q]), cut(x @ p[k]))
-        for i, (x, (q, k)) in enumerate(zip(X, pairs, strict=True))
-    }
+    shapes = dict.fromkeys(itertools.chain(*pairs), FLAT)
+    layers = {f"a{i}": pair(*names) for i, names in enumerate(pairs)}
+    return Case(shapes, logits, layers, joint)
 
 
 def query_of_two_products(p):
@@ -146,8 +131,8 @@ def one_gain_and_keys_of_groups(p):
 GAIN = (mc.HeadLeaf("/g", 1, axis=None),)
 
 
-def head_part(name, heads, start):
-    part = (-2, slice(start, start + H))
+def head_part(name, heads, start, count=H):
+    part = (-2, slice(start, start + count))
     return mc.HeadLeaf("/" + name, 2, split=(heads, E), part=part)
 
 
@@ -169,28 +154,12 @@ CASES = {
             for i in range(3)
         },
     ),
-    "query of two layers": Case(
-        {"q": FLAT, "k0": FLAT, "k1": FLAT},
-        one_query_for_two_layers,
-        {f"a{i}": pair("q", f"k{i}") for i in range(2)},
-    ),
-    "all of two layers": Case(
-        {"q": FLAT, "k": FLAT},
-        all_of_two_layers,
-        {f"a{i}": pair("q", "k") for i in range(2)},
-        joint=(0,),
-    ),
-    "query and key swapped": Case(
-        {"q": FLAT, "k": FLAT},
-        swapped,
-        {"a0": pair("q", "k"), "a1": pair("k", "q")},
-        joint=(0,),
-    ),
-    "nothing left for one": Case(
-        {name: FLAT for name in ("q0", "k0", "q2", "k2")},
-        nothing_left_for_one,
-        {"a0": pair("q0", "k0"), "a1": pair("q0", "k2"), "a2": pair("q2", "k2")},
-        joint=(0,),
+    "query of two layers": of_pairs(("q", "k0"), ("q", "k1")),
+    "all of two layers": of_pairs(("q", "k"), ("q", "k"), joint=(0,)),
+    "query and key swapped": of_pairs(("q", "k"), ("k", "q"), joint=(0,)),
+    # The middle one has the query of the first, and the key of the last.
+    "nothing left for one": of_pairs(
+        ("q0", "k0"), ("q0", "k2"), ("q2", "k2"), joint=(0,)
     ),
     "query of two products": Case(
         {"q": FLAT, "k": FLAT, "r": (T, E)},
@@ -211,12 +180,7 @@ CASES = {
     "tied by groups": Case(
         {"q": FLAT},
         tied_by_groups,
-        {
-            "a": (
-                (leaf("q"),),
-                (mc.HeadLeaf("/q", 2, split=(H, E), part=(-2, slice(0, 2))),),
-            )
-        },
+        {"a": ((leaf("q"),), (head_part("q", H, 0, 2),))},
         joint=(1,),
     ),
 }
@@ -334,10 +298,8 @@ def tied_and_with_a_key_that_nothing_scales(p):
 
 def test_products_that_ask_for_different_shares_are_refused():
     def in_one_softmax(p):
-        return jnp.sum(
-            jax.nn.softmax(sum(tied_and_with_a_key_that_nothing_scales(p)))
-            @ (X[0] @ p["v"])
-        )
+        logits = sum(tied_and_with_a_key_that_nothing_scales(p))
+        return jnp.sum(jax.nn.softmax(logits) @ (X[0] @ p["v"]))
 
     def in_two_layers(p):
         every = tied_and_with_a_key_that_nothing_scales(p)
@@ -437,7 +399,7 @@ def test_layers_clipped_together_on_a_mesh(name, kind):
     rows = rows_of(case, params)
     options = {"attention": case.attention()}
     expected, _ = step_at_rest(params, stats_of(case, rows), 1.0, **options)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    mesh = mesh_of(kind, x=2)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
         stats = jax.device_put(stats_of(case, rows), NamedSharding(mesh, P("x")))

@@ -1,4 +1,4 @@
-"""Logits that nothing scales, as by norms without gains: recorded and logged."""
+"""Logits that nothing scales, as by norms or by frozen gains: recorded and logged."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import normal, step_of
 
 import muonclip_jax as mc
 
@@ -152,23 +152,93 @@ def test_what_is_not_recorded_is_an_error_when_watched_too():
 
 
 def test_gains_that_a_mask_freezes_are_watched():
-    """Clipping them is an error, see `test_frozen_gains`."""
-
-    def gained(params, x):
-        q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[n]) for n in "qkv")
-        q = q / jnp.linalg.norm(q, axis=-1, keepdims=True) * params["gain"]
-        k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-        return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
-
-    params = layer(0) | {"gain": jnp.ones(4)}
-    reading = mc.read_model(gained, params, X)
-    _, stats = jax.jit(mc.record_attention(gained))(params, X)
-    trained = {name: name != "gain" for name in params}
+    """Clipping them is an error."""
+    reading = reading_of_gains()
+    _, stats = jax.jit(mc.record_attention(gained))(FROZEN, X)
+    trained = {x: {"kernel": True, "gain": False} for x in ("query", "key")}
+    trained["value"] = True
     with pytest.raises(ValueError, match="the only parameters that scale its logits"):
-        optax.masked(mc.qk_clip(100.0, model=reading), trained).init(params)
+        optax.masked(mc.qk_clip(100.0, model=reading), trained).init(FROZEN)
     tx = optax.masked(mc.qk_clip(WATCH, model=reading), trained)
-    state = tx.init(params)
-    _, state = tx.update(params, state, params, attention_stats=stats)
-    np.testing.assert_array_equal(
-        optax.tree.get(state, "max_logits"), stats["max_logits"]
+    _, state = tx.update(FROZEN, tx.init(FROZEN), FROZEN, attention_stats=stats)
+    found = optax.tree.get(state, "max_logits")
+    np.testing.assert_array_equal(found, stats["max_logits"])
+
+
+FROZEN = {
+    "query": {"kernel": normal(0, 8, 2, 4), "gain": jnp.ones(4)},
+    "key": {"kernel": normal(1, 8, 2, 4), "gain": jnp.ones(4)},
+    "value": normal(2, 8, 2, 4),
+}
+
+
+def gained(params, x):
+    """Frozen gains: nothing scales logits that the kernels still make grow."""
+
+    def normalized(side):
+        y = jnp.einsum("btd,dhk->bthk", x, side["kernel"])
+        return y * jax.lax.rsqrt(jnp.mean(y**2, -1, keepdims=True)) * side["gain"]
+
+    value = jnp.einsum("btd,dhk->bthk", x, params["value"])
+    query, key = (normalized(params[name]) for name in ("query", "key"))
+    return jnp.mean(jax.nn.dot_product_attention(query, key, value) ** 2)
+
+
+@functools.cache
+def reading_of_gains():
+    return mc.read_model(gained, FROZEN, X)
+
+
+def partition(tx, *frozen):
+    """Leaves whose path has one of the words are frozen."""
+
+    def label(path, _):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "frozen" if any(x in name for x in frozen) else "trained"
+
+    parts = {"trained": tx, "frozen": optax.set_to_zero()}
+    return optax.partition(parts, jax.tree_util.tree_map_with_path(label, FROZEN))
+
+
+def test_clip_that_cannot_act_is_an_error_at_init():
+    tx = partition(mc.muonclip(0.1, model=reading_of_gains()), "gain")
+    message = (
+        "not given 'query/gain', 'key/gain', the only parameters that scale its "
+        "logits, but trains 'key/kernel', 'query/kernel'"
     )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(tx.init, FROZEN)
+
+
+def test_clip_outside_of_the_partition_acts():
+    reading = reading_of_gains()
+    tx = optax.chain(
+        partition(mc.muon(0.0, model=reading), "gain"), mc.qk_clip(0.5, model=reading)
+    )
+    zeros = jax.tree.map(jnp.zeros_like, FROZEN)
+    record = jax.jit(mc.record_attention(gained))
+    _, stats = record(FROZEN, X)
+    assert stats["max_logits"].min() > 0.6
+    state = tx.init(FROZEN)
+    after, state = step_of(tx)(zeros, state, FROZEN, attention_stats=stats)
+    _, stats = record(after, X)
+    assert stats["max_logits"].max() < 0.5 * (1 + 1e-5)
+    assert mc.scalars(state, FROZEN, model=reading)["num_clipped"] > 0
+
+
+def test_layer_that_is_frozen_as_a_whole_is_left_alone():
+    tx = partition(mc.muonclip(0.1, model=reading_of_gains()), "query", "key")
+    assert not optax.tree.get(jax.eval_shape(tx.init, FROZEN), "gamma").size
+
+
+def test_gains_that_the_loss_freezes_are_refused():
+    def frozen(params, x):
+        stopped = {
+            name: {**params[name], "gain": jax.lax.stop_gradient(params[name]["gain"])}
+            for name in ("query", "key")
+        }
+        return gained(params | stopped, x)
+
+    found = mc.read_model(frozen, FROZEN, X)
+    assert not found.attention
+    assert "what makes it is frozen, so that no parameter scales" in found.refused[0]

@@ -1,6 +1,5 @@
 """Random meshes, and random leaves and settings of an optimizer on them."""
 
-import functools
 import math
 
 import jax
@@ -157,12 +156,3 @@ def mesh_of(case):
         tuple(case["mesh"]),
         axis_types=tuple(TYPES[kind] for kind in case["kinds"]),
     )
-
-
-def nested(leaves):
-    """A tree of modules of what paths name."""
-    tree = {}
-    for path, leaf in leaves.items():
-        *modules, name = path.split("/")
-        functools.reduce(lambda t, m: t.setdefault(m, {}), modules, tree)[name] = leaf
-    return tree

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
+from helpers import on_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from seeds import BLOCK, family, pick, told
+from trees import nested
 
 import muonclip_jax as mc
 
@@ -33,7 +35,7 @@ BOUNDS = {"float32": BOUND, "bfloat16": 12 / 2**8, "int8": 12 / 127}
 
 
 def make(case, **where):
-    entries = meshes.nested({n: entry for n, (_, entry) in case["leaves"].items()})
+    entries = nested({n: entry for n, (_, entry) in case["leaves"].items()})
     maker = mc.muonclip if case["is_clipped"] else mc.muon
     # As a function, since in a tree `None` means that the rest is found by names.
     options = {"dimension_numbers": lambda _: entries, **case["options"]}
@@ -47,7 +49,7 @@ def alone(group):
     case = meshes.optimizer(generator)
     draw = functools.partial(jnp.asarray, dtype=case["dtype"])
     whole, *gradients = (
-        meshes.nested(
+        nested(
             {n: draw(generator.normal(size=s)) for n, (s, _) in case["leaves"].items()}
         )
         for _ in range(1 + STEPS)
@@ -151,7 +153,7 @@ def shardings_of(generator, case, placed):
     return {
         "nothing": None,
         "shardings": placed,
-        "specs": meshes.nested(case["specs"]),
+        "specs": nested(case["specs"]),
         "function": lambda params: placed,
         "some": jax.tree.map(lambda x: pick(generator, x, None), placed),
     }[case["told"]]
@@ -180,9 +182,7 @@ def check(seed):
 
 def compare(generator, case, numbers, expected):
     mesh, (whole, gradients, stats) = meshes.mesh_of(case), numbers
-    placed = meshes.nested(
-        {name: NamedSharding(mesh, spec) for name, spec in case["specs"].items()}
-    )
+    placed = nested(on_mesh(mesh, case["specs"]))
     if case["update"] == "pmap":
         tx = make(case, axis_name="i", slow_axes=case["slow"])
         step = mapped(step_of(tx, case), case, mesh, None, None)
@@ -201,7 +201,7 @@ def compare(generator, case, numbers, expected):
         # A state that was made elsewhere moves in the first step.
         stays = case["init"] != "elsewhere"
         if case["update"] == "shard_map":
-            specs = meshes.nested(case["specs"])
+            specs = nested(case["specs"])
             step = mapped(step, case, mesh, specs, state)
         elif case["update"] != "eager":
             step = jax.jit(step)

@@ -6,8 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import mesh_of, on_mesh
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from seeds import BLOCK, chance, family, pick, told
 
@@ -224,15 +225,9 @@ def check(seed):
 
 
 def compare(case, numbers, reading, expected):
-    count = math.prod(case["mesh"].values())
-    mesh = jax.make_mesh(
-        tuple(case["mesh"].values()),
-        tuple(case["mesh"]),
-        axis_types=(AxisType.Auto,) * len(case["mesh"]),
-        devices=jax.devices()[:count],
-    )
+    mesh = mesh_of(**case["mesh"])
     params, gradients, x = numbers
-    placed = {name: NamedSharding(mesh, spec) for name, spec in case["specs"].items()}
+    placed = on_mesh(mesh, case["specs"])
     shardings = placed if case["told"] else None
     loss = loss_of(case)
     if case["way"] == "around shard_map":

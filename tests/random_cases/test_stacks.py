@@ -6,6 +6,7 @@ import pytest
 from helpers import is_numbers
 from optax.contrib import MuonDimensionNumbers
 from seeds import chance, family, pick, told
+from trees import abstract, is_shape
 
 import muonclip_jax as mc
 
@@ -39,10 +40,6 @@ MODULES = {
 }
 
 
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
 def place(axis, rank):
     """Where the layers are in a leaf that has so many axes with them."""
     if rank == 1:
@@ -65,12 +62,6 @@ def axes_in_layer(numbers, rank, position):
         assert position not in axes, "layers are mixed into one matrix"
         found.append([axis - (axis > position) for axis in axes])
     return found
-
-
-def abstract(shapes):
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=is_shape
-    )
 
 
 def numbers_of(shapes, **options):
