@@ -190,7 +190,7 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
         count, cost = stacks[i]
         # Few devices with full slots, or more of them with half as many: the second is
         # better where the first stacks have left some devices nothing to do.
-        least = max(1, math.ceil(count / devices))
+        least = math.ceil(count / devices)
         shares = [_where_least_busy(loads, count, least)]
         # Even stacks may be where they have to be.
         if count % devices:
@@ -204,7 +204,7 @@ def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Sl
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
     # Devices with full slots in a row, of which the busiest counts: all of them are
     # done when it is.
-    used = max(1, math.ceil(count / slots))
+    used = math.ceil(count / slots)
     busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
     start = int(np.argmin(busiest))
     counts = np.zeros(len(loads), np.int32)
