@@ -71,6 +71,8 @@ WINDOWS = {
     "causal": ({"is_causal": True}, lambda i, j: j <= i),
     "symmetric": ({"local_window_size": 2}, lambda i, j: abs(i - j) <= 2),
     "two-sided": ({"local_window_size": (3, 1)}, lambda i, j: -3 <= j - i <= 1),
+    "to the end": ({"local_window_size": (-2, 2**40)}, lambda i, j: j - i >= 2),
+    "beyond the start": ({"local_window_size": (None, -(2**40))}, lambda i, j: False),
     "causal window": (
         {"local_window_size": 3, "is_causal": True},
         lambda i, j: -3 <= j - i <= 0,
