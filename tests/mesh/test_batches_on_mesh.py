@@ -48,10 +48,9 @@ def leaf_of(shape, seed):
     return np.stack(each).reshape(shape).astype(np.float32)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("platform", [more("cpu"), more("gpu"), "tpu"])
 @pytest.mark.parametrize("batch", [more(1), 400, more(10**6)])
-@pytest.mark.parametrize("name", few(LAYOUTS, "more for some"))
+@pytest.mark.parametrize("name", few(LAYOUTS, "some more for some"))
 def test_matrices_come_back_orthogonal(name, batch, platform):
     layout = LAYOUTS[name]
     mesh = Mesh(
