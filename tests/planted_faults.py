@@ -13,12 +13,14 @@ the copy, short ones first, until one fails: those of `pytest`, then the others.
 import argparse
 import ast
 import collections
+import contextlib
 import json
 import os
 import pathlib
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,7 @@ OTHER = {
 }
 COLLECTIVES = {"all_gather", "all_to_all", "pmax", "pmean", "pmin", "psum"}
 SAID = ast.Raise | ast.JoinedStr
-LIMIT = 1800  # seconds: what does not end is found
+LIMIT = 300  # seconds, and ten times what the tests took: what takes longer hangs
 FIRST = 50  # of the shortest tests, which find most faults
 
 
@@ -214,23 +216,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = sorted(kept, key=lambda item: order[item.nodeid])
 
 
-def run_tests(*arguments: str, **variables: str) -> int:
-    """Where the package is that of `PYTHONPATH`, not that of this folder."""
+def run_tests(
+    *arguments: str, limit: float | None = None, **variables: str
+) -> str | None:
+    """The first that fails, where the package is that of `PYTHONPATH`, not this one."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "planted_faults"]
-    environment = os.environ | variables
     path = [variables.get("PYTHONPATH", str(ROOT)), str(ROOT / "tests")]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    try:
-        done = subprocess.run(
+    variables["PYTHONPATH"] = os.pathsep.join(path)
+    with tempfile.TemporaryFile("w+") as output:
+        run = subprocess.Popen(
             [*command, *arguments],
-            env=environment,
+            env=os.environ | variables,
             cwd=ROOT,
-            capture_output=True,
-            timeout=None if "LINES_OF_TESTS" in variables else LIMIT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return 1  # what hangs is found
-    return done.returncode
+        try:
+            code = run.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "hangs"
+        finally:  # with the processes that tests start
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+        output.seek(0)
+        lines = [line.strip() for line in output]
+    failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
+    return [*failed, f"ends with {code}"][0] if code else None
 
 
 def record(file: str) -> None:
@@ -244,6 +256,10 @@ def record(file: str) -> None:
     print(f"{len(tests)} tests")
 
 
+def file_of(name: str) -> str:
+    return name.partition("::")[0]
+
+
 def verdict(fault: Fault, tests: Tests, scratch: pathlib.Path) -> str:
     """Which run finds it: the everyday tests, short ones first, then the others."""
     at = [n for n, test in tests.items() if (fault.file, fault.line) in test.lines]
@@ -254,17 +270,20 @@ def verdict(fault: Fault, tests: Tests, scratch: pathlib.Path) -> str:
     at = [name for name in at if name.startswith("tests/")]  # not of docstrings here
     at.sort(key=lambda name: tests[name].seconds)
     daily = [name for name in at if tests[name].is_daily]
-    others = [name for name in at if not tests[name].is_daily]
+    # Short ones are of many files. Of the rest, those of a file share its fixtures.
+    rest = sorted(daily[FIRST:], key=file_of)
+    others = sorted((name for name in at if not tests[name].is_daily), key=file_of)
     file, order = scratch / "muonclip_jax" / fault.file, scratch / "order.json"
     right = file.read_bytes()
     file.write_text(fault.source)
     try:
-        for names in filter(None, (daily[:FIRST], daily[FIRST:], others)):
+        for names in filter(None, (daily[:FIRST], rest, others)):
             order.write_text(json.dumps(names))
-            files = sorted({name.partition("::")[0] for name in names})
             where = {"PYTHONPATH": str(scratch), "TESTS_IN_ORDER": str(order)}
-            if run_tests("-x", "-n", "0", "-m", "", *files, **where):
-                return "more" if names is others else "daily"
+            files = ["-x", "-n", "0", "-m", "", *sorted(set(map(file_of, names)))]
+            limit = LIMIT + 10 * sum(tests[name].seconds for name in names)
+            if found := run_tests(*files, limit=limit, **where):
+                return f"{'more' if names is others else 'daily'} {found}"
     finally:
         file.write_bytes(right)
     return f"survives {len(at)} tests"
@@ -285,6 +304,8 @@ def main() -> None:
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
+        # Few programs change with a fault.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(scratch / "programs"))
         shutil.copytree(PACKAGE, scratch / "muonclip_jax")
         faults = list(enumerate(chosen(options.faults, options.seed)))
         for i, fault in faults[options.first :]:

@@ -79,6 +79,9 @@ def test_without_attention_and_under_jit():
     _, state = one_step(tx)
     found = mc.scalars(state, PARAMS, **STACKED)
     assert {name.split("/")[0] for name in found} == {"param_norm"}
+    plain = {"up": PARAMS["up"]}
+    state_of_none = mc.muonclip(0.1).init(plain)
+    assert mc.scalars(state_of_none, plain)["clipped_fraction"] == 0
     traced = jax.jit(lambda s, p: mc.scalars(s, p, **STACKED))(state, PARAMS)
     assert found.keys() == traced.keys()
     for name in found:

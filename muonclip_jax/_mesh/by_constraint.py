@@ -188,7 +188,7 @@ def assign_slots(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slot
         count, cost = stacks[i]
         # All devices, or half of them with twice the slots, which is better if other
         # stacks have left these nothing to do.
-        least = max(1, math.ceil(count / devices))
+        least = math.ceil(count / devices)
         candidates = [_where_least_busy(loads, count, least)]
         # A stack that divides evenly may already be sharded so.
         if count % devices:
@@ -201,7 +201,7 @@ def assign_slots(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slot
 
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Slots:
     # The busiest of some consecutive devices is done last.
-    used = max(1, math.ceil(count / slots))
+    used = math.ceil(count / slots)
     busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
     start = int(np.argmin(busiest))
     counts = np.zeros(len(loads), np.int32)

@@ -127,7 +127,7 @@ def _code(share: jax.Array) -> jax.Array:
 
 
 def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    return jnp.minimum(rows.astype(jnp.float32), columns.astype(jnp.float32))
+    return jnp.minimum(rows, columns).astype(jnp.float32)
 
 
 def _at_least(x: jax.Array) -> jax.Array:

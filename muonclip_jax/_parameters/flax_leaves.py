@@ -188,7 +188,7 @@ def leaves_of(
             is_turned = is_weight and without_ones(bias or ()) != shape  # else a gain
         # All axes of heads come first.
         has_heads = path[-2:-1] in (("query",), ("key",), ("value",))
-        shift = is_turned * (max(len(shape) - 1, 0) if has_heads else 1)
+        shift = is_turned * (len(shape) - 1 if has_heads else 1)
         shape, axes = shape[shift:] + shape[:shift], axes[shift:] + axes[:shift]
         is_hidden = is_masked(leaf_at[tree_path])
         leaves[tree_path] = FlaxLeaf(

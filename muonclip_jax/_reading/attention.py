@@ -413,8 +413,8 @@ class LayerReader:
         In a product of token and kernel, the kernel made the dimensions summed over.
         """
         tokens: set[int] = set()
-        for i, atom in enumerate(product.eqn.inputs()[:2]):
-            fact = self.softmaxes.facts.of(atom)
+        for i in (0, 1):
+            fact = self.softmaxes.facts.of(product.operand(i))
             tokens |= {
                 f.parameter
                 for f in (self._factors(product, i) if fact.is_weight else ())

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def arrays(length, key_length, heads, key_heads, depth=8, batch=(2,), **kwargs):
-    return (
-        normal(0, *batch, length, heads, depth, **kwargs),
-        normal(1, *batch, key_length, key_heads, depth, **kwargs),
-        normal(2, *batch, key_length, key_heads, depth, **kwargs),
+    query, key, value = (
+        np.array(normal(i, *batch, *shape, depth, **kwargs))
+        for i, shape in enumerate([(length, heads), *[(key_length, key_heads)] * 2])
     )
+    # All logits of the first head are negative.
+    query[..., 0, :], key[..., 0, :] = -abs(query[..., 0, :]), abs(key[..., 0, :])
+    return tuple(map(jnp.asarray, (query, key, value)))
 
 
 def compare(inputs, *, bias=None, block_size=16, **options):
@@ -70,6 +72,7 @@ def test_equals_jax_nn(lengths, key_heads, is_causal):
     largest = compare(inputs, is_causal=is_causal)
     mask = np.tri(*lengths, dtype=bool) if is_causal else None
     naive = naive_logits(inputs[0], inputs[1], mask).max((0, 2, 3))
+    assert naive[0] < 0
     np.testing.assert_allclose(largest, naive, rtol=1e-5)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_references import naive_attention
 from helpers import inputs, linen_variables, more, normal
 from internals import splash_statistic as _statistic
 
@@ -153,6 +154,17 @@ def test_rows_that_the_splash_kernel_leaves_unwritten_are_no_logits():
     maxima = jnp.asarray([[[7.0, -5.0, -1e38, 9.0]]])  # the last is padding
     seen = jnp.asarray([False, True, True])
     np.testing.assert_array_equal(_statistic(maxima, seen), [-5.0])
+
+
+def test_splash_with_rows_that_see_nothing_and_lengths_that_fill_no_block():
+    query, key, value = splash_inputs(180, 140)
+    options = dict(is_causal=True, local_window_size=(20, 0))
+    found = mc.splash_attention(query, key, value, interpret=True, **options)
+    before = np.arange(180)[:, None] - np.arange(140)
+    expected = naive_attention(query, key, value, mask=(before >= 0) & (before <= 20))
+    for a, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=5e-5, atol=5e-5)
+    assert not np.any(found[0][:, 160:])
 
 
 def test_a_splash_head_that_sees_nothing():

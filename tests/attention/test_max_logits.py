@@ -67,6 +67,8 @@ WINDOWS = {
     "causal": ({"is_causal": True}, lambda i, j: j <= i),
     "symmetric": ({"local_window_size": 2}, lambda i, j: abs(i - j) <= 2),
     "two-sided": ({"local_window_size": (3, 1)}, lambda i, j: -3 <= j - i <= 1),
+    "to the end": ({"local_window_size": (-2, 2**40)}, lambda i, j: j - i >= 2),
+    "beyond the start": ({"local_window_size": (None, -(2**40))}, lambda i, j: False),
     "causal window": (
         {"local_window_size": 3, "is_causal": True},
         lambda i, j: -3 <= j - i <= 0,
@@ -236,7 +238,7 @@ def test_infinities_stay_what_they_are(size):
     bias = jnp.zeros((5, size, size)).at[1, 2, 3].set(jnp.inf).at[2].set(-jnp.inf)
     bias = bias.at[1, :, 0].set(-jnp.inf)
     query = query.at[:, :, 3].set(0).at[:, :, 3, 0].set(1e19)  # scaled by a half
-    key = key.at[:, :, 3].set(3e19)
+    key = key.at[:, :, 3].set(3e19).at[:, 1, 3].set(-3e19)
     query = query.at[:, :, 4].set(0).at[:, :, 4, 0].set(1e30)  # both, by products
     key = key.at[:, :, 4].set(1e30).at[:, 0, 4].set(-1e30)
     found = jax.jit(mc.max_logits)(query, key, bias=bias)

@@ -177,3 +177,13 @@ def test_ahead_is_made_of_rounded_momentum(dtype):
     # Of momentum that was not rounded it would be something else.
     other = np.asarray((np.float32(0.95) * exact + step).astype(kept.dtype), np.float32)
     assert (np.float32(ahead) == other).mean() < 0.9
+
+
+def test_a_tpu_rounds_what_it_does_not_store():
+    """It reads the gradient once; elsewhere a barrier keeps what was rounded."""
+    m, g = normal(0, 8, 8, dtype="bfloat16"), normal(1, 8, 8)
+    traced = jax.jit(lambda m, g: accumulate(0.95, m, g, True)).trace(m, g)
+    for platform, is_stored in (("tpu", False), ("cuda", True)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("optimization_barrier" in text) == is_stored
+        assert ("reduce_precision" in text) != is_stored

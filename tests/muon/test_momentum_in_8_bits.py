@@ -128,38 +128,53 @@ def coded(momentum, view):
 
 
 def naive_decode(codes, scales, view):
-    """Entry by entry from the formula, in float64."""
+    """What directions say and what codes say, by the formula, in float64."""
     share = np.vectorize(lambda c: c / (254 - abs(c)))
-    codes = np.asarray(codes, np.float64)
-    rows, columns = (np.float64(x.astype(jnp.float32)) for x in scales[:2])
-    result = share(codes) * np.minimum(rows, columns)
+    rows, columns = (np.float64(np.float32(x)) for x in scales[:2])
+    coded = share(np.float64(codes)) * np.minimum(rows, columns)
+    low_rank = np.zeros(coded.shape)
     if scales.directions is None:
-        return result
+        return low_rank, coded
     left, right = (
-        share(np.asarray(x.codes, np.float64)) * np.asarray(x.scale, np.float64)
-        for x in scales.directions
+        share(np.float64(x.codes)) * np.float64(x.scale) for x in scales.directions
     )
     along, across = view.output[0], view.reduction[0]
     for k in range(left.shape[along]):
-        result = result + left.take([k], along) * right.take([k], across)
-    return result
+        low_rank += left.take([k], along) * right.take([k], across)
+    return low_rank, coded
 
 
 @pytest.mark.parametrize("name", few(LEAVES, "heads", "odd"))
 def test_codes_are_what_the_formula_says(name):
     shape, numbers = LEAVES[name]
     view = matrix_view(shape, numbers)
+    sides = view.reduction, view.output
+    # The squares of the smaller matrices of a stack leave float32.
+    unit = np.ones([n if i in view.batch else 1 for i, n in enumerate(shape)])
+    unit *= 10.0 ** (-9 * np.arange(unit.size).reshape(unit.shape))
     momentum = normal(3, *shape) + 10 * normal(4, shape[0], *[1] * (len(shape) - 1))
-    codes, scales, decoded = coded(momentum, view)
-    expected = naive_decode(codes, scales, view)
-    np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-5)
+    momentum *= unit
+    codes, scales, decoded = coded(jnp.float32(momentum), view)
+    low_rank, rest = naive_decode(codes, scales, view)
+    momentum, low_rank, rest, decoded = (
+        np.float64(x) / unit for x in (momentum, low_rank, rest, decoded)
+    )
+    np.testing.assert_allclose(decoded, low_rank + rest, rtol=1e-5, atol=1e-5)
+    exact = momentum - low_rank
+    scale = [np.float64(np.float32(x)) / unit for x in scales[:2]]
+    for found, side in zip(scale, sides[::-1], strict=True):
+        ratio = found / np.abs(exact).max(side, keepdims=True)
+        assert ratio.min() >= 1 and ratio.max() <= 1.012  # rounded up, in bfloat16
     # Half a step of the coarsest part of the scale.
-    sizes = np.minimum(*(np.asarray(x, np.float32) for x in scales[:2]))
-    assert (np.abs(np.asarray(momentum) - expected) <= 0.0080 * sizes + 1e-5).all()
+    sizes = np.minimum(*scale)
+    assert (np.abs(exact - rest) <= 0.0080 * sizes + 1e-5).all()
     assert (scales.directions is None) == (name == "small")
     if name != "small":
+        for vectors, side in zip(scales.directions, sides, strict=True):
+            assert (np.abs(np.int32(vectors.codes)).max(side) == 127).all()
         # The rank-one part is ten times the rest.
-        assert sizes.max() < 0.5 * np.abs(momentum).max()
+        most = np.abs(momentum).max((*view.reduction, *view.output), keepdims=True)
+        assert (sizes < 0.5 * most).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,9 @@
 
 import functools
 import math
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,6 +99,17 @@ def test_no_spectrum_makes_gram_diverge(exponent, rank, name, dtype, seed):
     y = orthogonalized(x, name, method="gram", dtype=dtype)
     # 1.21 is the top of Keller's band, the widest; the rest is rounding in bfloat16.
     assert np.linalg.norm(y, 2) < 1.35
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_products_and_sums_are_rounded_once(method):
+    """In bfloat16 are operands of products, and nothing is computed."""
+    iterate = functools.partial(mc.newton_schulz, method=method, dtype="bfloat16")
+    program = str(jax.make_jaxpr(iterate)(normal(0, 2, 8, 24)))
+    made = {*re.findall(r":bf16\[\S*\] = (\w+)", program)}
+    assert "optimization_barrier" in made and made.isdisjoint(
+        {"add", "dot_general", "mul", "sub"}
+    )
 
 
 @pytest.mark.parametrize(

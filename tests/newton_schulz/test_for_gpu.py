@@ -229,7 +229,8 @@ def test_a_program_for_three_platforms():
     )(jax.ShapeDtypeStruct((2, 8, 24), jnp.float32))
     text = exported.mlir_module()
     # For CUDA a product of float16 leaves in float16: cuBLAS rounds it after the sum.
+    # For a CPU the same product leaves in float32.
     products = [x for x in text.splitlines() if "dot_general" in x and "xf16>" in x]
-    assert products and all(x.count("xf16>") == 3 for x in products if "xf32>" not in x)
+    assert 2 * sum(x.count("xf16>") == 3 for x in products) == len(products) > 0
     x = normal(0, 2, 8, 24)
     np.testing.assert_allclose(exported.call(x), mc.newton_schulz(x), atol=1e-6)

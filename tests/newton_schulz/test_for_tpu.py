@@ -38,7 +38,6 @@ def exact(stack):
     return np.stack([polynomial_of(x, KELLER) for x in stack])
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "kind, method, platform",
     one_at_a_time(

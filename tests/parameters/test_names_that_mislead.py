@@ -256,7 +256,7 @@ def test_windows_of_pytorch_layouts_are_read_whole(window, name):
     ("leaf", "shape", "numbers"),
     [
         ("weight", (8, 8, 1, 1), ((-3, -2, -1), -4)),
-        ("weight", (16, 8, 3, 3), ((-3, -2, -1), -4)),
+        ("weight", (16, 8, 3, 16), ((-3, -2, -1), -4)),
         ("weight", (16, 8, 5), ((-2, -1), -3)),
         ("weight", (4, 64, 32), (-2, -1)),
         ("kernel", (3, 3, 8, 16), ((-4, -3, -2), -1)),

@@ -122,3 +122,21 @@ def _labels(fun, shapes):
 
     params = by_numbers.shapes(**{"v": (D, D), "out": (D, OUT)} | shapes)
     return mc.read_model(loss, params, X).labels
+
+
+def test_heads_along_the_batch_are_counted_up_to_a_limit():
+    """Of each entry along both it is asked which head it is: 2^14 of them at most."""
+
+    def loss(p, x):
+        by_head = (jnp.swapaxes(cut(x @ p[n]), 1, 2) for n in "qkv")
+        q, k, v = (y.reshape(-1, *y.shape[2:]) for y in by_head)
+        weights = jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k))
+        return jnp.sum((weights @ v) ** 2)
+
+    params = dict.fromkeys("qkv", jnp.ones((D, HEADS)))
+    for batch, count in ((2**12, 1), (2**12 + 1, 0)):
+        x = jax.ShapeDtypeStruct((batch, T, D), jnp.float32)
+        reading = mc.read_model(loss, params, x)
+        assert [layer.query[0].heads for layer in reading.attention] == [HEADS] * count
+        assert all("keep an axis" in why for why in reading.refused)
+        assert len(reading.refused) == 1 - count

@@ -266,3 +266,28 @@ def test_a_norm_of_what_is_summed_over_tokens_is_no_softmax():
     reading = mc.read_model(loss, kernels, X)
     assert reading.labels == {"up": "matrix", "down": "matrix", "head": "head"}
     assert "a function other than softmax" not in str(reading.refused)
+
+
+def _talking(p, x):
+    """Weights mixed over heads (arXiv:2003.02436)."""
+    weights = jax.nn.softmax(_logits(p, x))
+    return jnp.einsum("bhqk,hg,bkd->bqgd", weights, p["mix"], x @ p["v"])
+
+
+def _both_sides_again(p, x):
+    query, key, value = (jnp.einsum("btd,dhk->bhtk", x, p[name]) for name in "qkv")
+    logits = query @ key.mT + key.sum(-1)[..., None, :]
+    logits += query.sum(-1, keepdims=True) * jnp.arange(T)
+    return jax.nn.softmax(logits) @ value
+
+
+def test_mixed_weights_are_weights_and_sides_that_logits_have_twice_scale_none():
+    params = PARAMS | {"mix": normal(3, H, H)}
+    layers = mc.read_model(lambda p, x: _talking(p, x).sum(), params, X).attention
+    assert [[leaf.path for leaf in layer.leaves] for layer in layers] == [["q", "k"]]
+    params = {name: normal(i, D, H, DIM) for i, name in enumerate("qkv")}
+    reading = mc.read_model(
+        lambda p, x: (_both_sides_again(p, x) ** 2).sum(), params, X
+    )
+    assert not reading.attention
+    assert ["in a second way" in why for why in reading.refused] == [True]

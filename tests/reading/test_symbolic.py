@@ -38,13 +38,13 @@ def _plain(p, x):
     return jnp.sum(jax.nn.dot_product_attention(q, k, v, scale=1.0) ** 2)
 
 
-def _with_sinks(p, x, is_first=False):
+def _with_sinks(p, x, before=0, after=1):
     q, k, v = heads(p, x)
     logits = q @ k.mT
     sink = jnp.broadcast_to(p["sink"][:, None, None], (*logits.shape[:-1], 1))
-    parts = [sink, logits] if is_first else [logits, sink]
+    parts = [sink] * before + [logits] + [sink] * after
     weights = jax.nn.softmax(jnp.concatenate(parts, -1))
-    return jnp.sum((weights[..., 1:] if is_first else weights[..., :-1]) @ v)
+    return jnp.sum(weights[..., before : before + logits.shape[-1]] @ v)
 
 
 def _heads_with_batch(p, x, order="bhtk"):
@@ -87,7 +87,8 @@ def _of_all_tokens(p, x):
 FORMS = {
     "plain": _plain,
     "sinks last": _with_sinks,
-    "sinks first": functools.partial(_with_sinks, is_first=True),
+    "sinks first": functools.partial(_with_sinks, before=1, after=0),
+    "sinks around": functools.partial(_with_sinks, before=1),
     "heads within batch": _heads_with_batch,
     "batch within heads": functools.partial(_heads_with_batch, order="hbtk"),
     "two kinds of keys": _two_kinds_of_keys,
@@ -105,7 +106,7 @@ def naive(p, x):
     return (q @ k.swapaxes(-1, -2)).max((0, 2, 3))
 
 
-@pytest.mark.parametrize("form", few(FORMS, "sinks last", "batch within heads"))
+@pytest.mark.parametrize("form", few(FORMS, "sinks around", "batch within heads"))
 def test_statistics_are_those_of_every_size(form):
     def recorded(p, x):
         return mc.record_attention(FORMS[form])(p, x)[1]["max_logits"]
