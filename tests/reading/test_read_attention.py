@@ -270,7 +270,7 @@ def test_a_norm_of_what_is_summed_over_tokens_is_no_softmax():
 
 def _talking(p, x):
     """Weights mixed over heads (arXiv:2003.02436)."""
-    weights = jax.nn.softmax(_logits(p, x))
+    weights = jax.nn.softmax(logits(p, x))
     return jnp.einsum("bhqk,hg,bkd->bqgd", weights, p["mix"], x @ p["v"])
 
 
