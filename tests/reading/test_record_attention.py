@@ -220,6 +220,19 @@ AFTER_THE_MAXIMUM = {
 }
 
 
+def test_a_sink_in_front_of_the_logits_of_some_keys_is_no_logit():
+    def loss(p, x):
+        of_keys = logits(p, x)[..., 2:]
+        sink = jnp.full((*of_keys.shape[:-1], 1), 1e3)
+        weights = jax.nn.softmax(jnp.concatenate([sink, of_keys], -1))
+        return jnp.sum(mixed(weights[..., 1:], (x @ p["v"])[:, 2:]) ** 2)
+
+    seen = np.arange(T) > 1
+    params = first_that(lambda p: differ(_expected(p, X, seen), _expected(p, X)), _draw)
+    _, stats = mc.record_attention(loss)(params, X)
+    _assert_close(_leaf(stats), _expected(params, X, seen))
+
+
 @pytest.mark.parametrize("name", few(AFTER_THE_MAXIMUM, "divided", "to base 2"))
 def test_a_temperature_after_the_maximum(name):
     """Logits are what is exponentiated to base e: of it the largest is subtracted."""
