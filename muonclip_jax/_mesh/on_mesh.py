@@ -200,7 +200,7 @@ def plan_exchanges(
         cut = owned.cut
         dtype = solver.wire_dtype(owned.stack.dtype)
         key: Any = cut.replicated, cut.sharded, cut.repeated, dtype
-        if not cut.members or owned.padding <= MOST_PADDING:
+        if not cut.member_axes or owned.padding <= MOST_PADDING:
             key = owned.name
         stacks.setdefault(key, []).append(owned)
     # A parcel of one stack would be as large as the slots of its own exchange.
@@ -223,7 +223,9 @@ def _owned_stacks(
             view = view.wide  # a device has all of a matrix, and to turn it is free
             cut = cut_of(view, spec, mesh, slow)
         local = local_view(view, spec, mesh)
-        per_member, rest = divmod(local.count, math.prod(mesh[n] for n in cut.members))
+        per_member, rest = divmod(
+            local.count, math.prod(mesh[n] for n in cut.member_axes)
+        )
         is_apart = not rest and per_member * math.prod(cut.shape) >= LARGE_LEAF
         key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
         groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=local)))

@@ -39,8 +39,8 @@ class Cut(NamedTuple):
     sharded: tuple[str, ...]
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """The axes along which devices divide the matrices."""
+    def member_axes(self) -> tuple[str, ...]:
+        """The axes whose devices are a group: its members divide the matrices."""
         return self.replicated + self.sharded
 
 
@@ -121,7 +121,7 @@ def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
     # As `axis_index` over all axes numbers them: the first axis is the major one.
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
     apart = cut.batch + cut.repeated
-    order = [names.index(name) for name in apart + cut.members]
+    order = [names.index(name) for name in apart + cut.member_axes]
     return numbers.transpose(order).reshape(math.prod(mesh[x] for x in apart), -1)
 
 
@@ -186,8 +186,8 @@ def assign_owners(stacks: Sequence[Work], devices: int) -> list[np.ndarray]:
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
-    # Ties go to the lowest rank, counted in the stack with most groups, so that all
-    # groups end with equal loads.
+    # Ties go to the member that is first in its group, by the stack with most groups.
+    # All groups then end with equal loads.
     finest = max((stack.groups for stack in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)

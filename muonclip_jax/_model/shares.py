@@ -14,10 +14,10 @@ clipped together (below). The rules:
    alpha is. If both sides are shared, each takes half, too.
 4. Otherwise the query takes alpha, and the key the rest.
 
-If a layer then has nothing left to scale, all layers that share entries with it are
+If these rules leave a layer nothing to scale, all layers that share entries with it are
 clipped as one: the rules apply to the leaves of all of them, and heads with a scaled
-entry in common get their smallest gamma. No head stays above the threshold. A head that
-shares entries with a head further above the threshold ends below it.
+entry in common get their smallest gamma. A head that shares entries with a head further
+above the threshold ends below it.
 """
 
 import functools
@@ -133,7 +133,10 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[LeafShare]:
 def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
 ) -> list[LeafShare]:
-    """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
+    """Returns the scaled leaves of layers clipped as one.
+
+    A `contested` leaf stays if the other side can take the whole.
+    """
     uses = [use for layer in layers for use in layer.uses]
     query, rotary, key = ([x for x in uses if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (rotary, [])) if any(pair)]

@@ -1,5 +1,5 @@
 """Muon: gradients to momentum to update.
 
 In: gradients, state, options. Out: updates.
-Imports `_parameters`, `_layout`, `_matrices`, `_mesh` and `_newton_schulz`.
+Imports `_mesh`, `_newton_schulz`, `_layout`, `_model`, `_parameters` and `_matrices`.
 """

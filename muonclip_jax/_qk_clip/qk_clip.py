@@ -171,7 +171,7 @@ def qk_clip(
         layout = read_layout(params, shardings, axis_name)
         heads = Heads(layout, knowledge, rule.only_watches)
         first = rule.at(np.int32(0))
-        first.check_first(heads.thresholds(first))
+        first.check_start(heads.thresholds(first))
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), UNKNOWN, jnp.float32),

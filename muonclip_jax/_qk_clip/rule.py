@@ -23,7 +23,7 @@ class ClipRule(NamedTuple):
 
     threshold: Any
     alpha: Any
-    step: Any = None  # at which schedules are evaluated
+    step: Any = None  # updates so far, at which schedules are evaluated
 
     @classmethod
     def checked(cls, threshold: Any, alpha: Any) -> ClipRule:
@@ -43,7 +43,7 @@ class ClipRule(NamedTuple):
     def at(self, step: Any) -> ClipRule:
         return self._replace(step=step)
 
-    def check_first(self, thresholds: jax.Array) -> None:
+    def check_start(self, thresholds: jax.Array) -> None:
         """Raises where a schedule begins out of range."""
         check_first("threshold", thresholds, POSITIVE)
         check_first("alpha", self._now(self.alpha), SHARE)
