@@ -158,15 +158,15 @@ def _untold(layout: Layout) -> list[str]:
 
 def _totals(layout: Layout) -> list[str]:
     """The state of each optimizer: momentum for Muon, two moments for AdamW."""
-    leaves, copies = [], {"muon": 1, "adamw": 2, FROZEN: 0}
+    sizes, copies = [], {"muon": 1, "adamw": 2, FROZEN: 0}
     for leaf in layout.leaves:
         x, name = leaf.array, optimizer_of(leaf)
         if not paths.is_masked(x):
             count = math.prod(x.shape)
-            leaves.append((name, count, copies[name] * count * x.dtype.itemsize))
-    is_frozen = any(name == FROZEN for name, *_ in leaves)
+            sizes.append((name, count, copies[name] * count * x.dtype.itemsize))
+    is_frozen = any(name == FROZEN for name, *_ in sizes)
     groups, whole = [*copies][: 2 + is_frozen], "all" if is_frozen else "both"
-    return totals(("optimizer", "state"), leaves, groups, whole, _bytes)
+    return totals(("optimizer", "state"), sizes, groups, whole, _bytes)
 
 
 def _bytes(count: int) -> str:

@@ -113,11 +113,15 @@ def scalars(
     params, numbers = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
-        row = Heads(layout, knowledge, only_watches=True)
-        if row.count != clip.gamma.size and model is not None and attention is None:
+        all_heads = Heads(layout, knowledge, only_watches=True)
+        if (
+            all_heads.count != clip.gamma.size
+            and model is not None
+            and attention is None
+        ):
             # An optimizer that was given the layers to clip does not watch others.
-            row = Heads(layout, knowledge._replace(attention=model.attention))
-        numbers |= _of_heads(clip, row, check_flag("heads", heads))
+            all_heads = Heads(layout, knowledge._replace(attention=model.attention))
+        numbers |= _of_heads(clip, all_heads, check_flag("heads", heads))
     elif hasattr(opt_state, "init") or read_attention_stats(opt_state):
         got = "the optimizer" if hasattr(opt_state, "init") else "attention statistics"
         raise ValueError(f"scalars needs a state, got {got}: call {call}")

@@ -34,7 +34,7 @@ BOXES = {
     "activations": (0, "clip", "activations", ()),
     "attention": (1, "clip", "largest logits", ("max_logits",)),
     "row": (2, "clip", "row of heads", ("Heads.read",)),
-    "gamma": (3, "clip", "gamma", ("gammas",)),
+    "gamma": (3, "clip", "gamma", ("ClipRule.gamma",)),
     "scales": (4, "clip", "a scale per leaf", ("Heads.scales", "OwnedLeaf.spread")),
     "clip": (5, "clip", "QK-Clip", ("_scale_update",)),
     "updates": (5, "out", "updates", ()),

@@ -156,8 +156,9 @@ class Layout(NamedTuple):
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
         """Averages gradients over the replicas, but not over axes that cut the leaf.
 
-        It also drops their sharding. If types say that a gradient is the same along an
-        axis, it was averaged, or `jax.grad` of a loss of a device's rows summed it.
+        It keeps their sharding from moving the state. A gradient whose type says that
+        it is the same along an axis is left as it is: it was averaged, or summed by
+        `jax.grad` of a loss of a device's rows.
 
         **Raises:** `ValueError` as `check_replicas` does, and for gradients that are no
         floats.
@@ -184,7 +185,7 @@ class Layout(NamedTuple):
     def check_types(self, leaves: Sequence[PlacedLeaf]) -> None:
         """Raises where the types of averaged leaves contradict `shardings=`."""
         # With `check_vma` the type of an array says along which axes it may differ.
-        # Devices share work as if leaves were the same along other axes, or cut as
+        # Devices share work along `shared` as if leaves were the same, or cut as
         # `shardings` says. If that is wrong, each silently returns another update.
         shared = self.shared_axes
         if not shared or not is_checked(shared):

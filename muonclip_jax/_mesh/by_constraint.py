@@ -93,9 +93,9 @@ def orthogonalize_by_constraint(
         if _is_even(stack, devices):
             slots = _side_by_side(matrices, devices)
         else:
-            # Without this, XLA would move the stack before the padding and after it.
             slots = jnp.concatenate(matrices)
             slots = jnp.pad(slots, [assigned.padding, (0, 0), (0, 0)])
+            # Without this constraint XLA would move the stack before the padding, too.
             slots = constrained(slots, axes[:-1] or None, ANY, ANY)
         arrived.append(constrained(halfway(slots), axes or None, None, None))
     by_device = PartitionSpec(axes or None)
@@ -186,8 +186,8 @@ def assign_slots(stacks: Sequence[tuple[int, float]], devices: int) -> list[Slot
     loads, slots_of_stack = np.zeros(devices), {}
     for i in by_cost([cost for _, cost in stacks]):
         count, cost = stacks[i]
-        # All devices, or half of them with twice the slots, which is better if other
-        # stacks have left these nothing to do.
+        # As few slots as hold all, or twice as many on half of the devices, which is
+        # better if other stacks have left these nothing to do.
         least = math.ceil(count / devices)
         candidates = [_where_least_busy(loads, count, least)]
         # A stack that divides evenly may already be sharded so.

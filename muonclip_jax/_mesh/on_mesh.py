@@ -194,7 +194,7 @@ def plan_exchanges(
     mesh: Mapping[Any, int],
     slow: AxisNames = (),
 ) -> list[Exchange]:
-    """Plans which matrices are sent together, and who iterates them, on all devices."""
+    """Plans, alike on all devices, which matrices are sent together, and to whom."""
     stacks: dict[Any, list[OwnedStack]] = {}
     for owned in _owned_stacks(solver, leaves, mesh, slow):
         cut = owned.cut
@@ -245,7 +245,7 @@ def _owned_stacks(
     ]
     counts = assign_owners(work, math.prod(mesh.values()))
     entries = enumerate(zip(stacks, counts, strict=True))
-    return [OwnedStack(f"stack{i}", *stack, count) for i, (stack, count) in entries]
+    return [OwnedStack(f"stack{i}", *pair, each) for i, (pair, each) in entries]
 
 
 def wait_for_all(

@@ -77,7 +77,7 @@ def cut_of(
     mesh: Mapping[Any, int],
     slow: Collection[Any] = (),
 ) -> Cut:
-    """Returns the cut; `mesh` has sizes by name, and `slow` axes share no work."""
+    """Returns the cut; `mesh` has sizes by name; copies along `slow` share no work."""
     entries = [*spec, *[None] * (len(view.shape) - len(spec))]
     # Axes of one device cut nothing. Without them leaves that are cut alike have equal
     # cuts, and share a stack.

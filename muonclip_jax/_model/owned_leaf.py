@@ -126,8 +126,8 @@ class OwnedLeaf:
             entry = entries.get(leaf_axis)
             if entry is None or self.along(axis)[1] < 2:
                 continue  # whole, or cut where the head does not depend on it
-            # Block i of the leaf must hold the i-th of as many equal runs of heads: a
-            # row cut by the same entry has that run on the same device.
+            # Block i of the leaf must hold run i of the heads, of as many equal runs as
+            # blocks: a row cut by the same entry has that run on the same device.
             blocks = np.array_split(self.head_ids, counts[leaf_axis], axis)
             runs = np.array_split(np.arange(self.heads), counts[leaf_axis])
             pairs = zip(blocks, runs, strict=True)

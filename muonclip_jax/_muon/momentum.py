@@ -201,7 +201,7 @@ def _accumulate(
 
 
 def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds to `dtype`, and stays in the wider one.
+    """Rounds to `dtype`, and returns the result in the dtype of `x`.
 
     A compiler may drop a conversion there and back, and see more bits than are kept.
     """

@@ -200,7 +200,7 @@ def _sharded_like_params(
 
     def update_fn(updates, state, params=None):
         updates, after = adam.update(updates, state, params)
-        # optax's Adam promotes its averages to the gradients' dtype.
+        # optax's Adam promotes its averages with the gradients, which may be wider.
         after = jax.tree.map(lambda x, old: x.astype(old.dtype), after, state)
         return updates, after
 

@@ -107,8 +107,8 @@ def normalize_neurons(
     check_number("eps", eps, NOT_NEGATIVE)
     knowledge = knowledge_of(model, None, dimension_numbers, per_head)
 
-    # Not by `for_leaves`, which drops the sharding of gradients so that the state keeps
-    # its own: updates are scaled where they are, and stay sharded as they are.
+    # Not by `for_leaves`, which lets the state keep a sharding other than that of the
+    # gradients: updates are scaled where they are, and stay sharded as they are.
     def read(tree: Any) -> Layout:
         layout = read_leaves(tree, knowledge, shardings)
         check_matrices_only(layout, "normalize_neurons")

@@ -242,7 +242,7 @@ class Direction(NamedTuple):
     def of(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Returns the transformation; leaves without a view pass through."""
         if self.rms is None:
-            # The scale of a matrix and of its transpose differ.
+            # The scales of a matrix and of its transpose differ.
             check_directed(layout)
 
         def init_fn(params: optax.Params) -> Any:

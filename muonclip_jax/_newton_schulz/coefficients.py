@@ -201,7 +201,7 @@ def check_schedule(schedule: Schedule, dtype: str) -> None:
 # transformation in every update.
 @functools.lru_cache(maxsize=256)
 def find_unstable(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
-    """Returns a singular value that leaves (0, 2] and its image, `None` if all stay.
+    """Returns a singular value that leaves (0, 2], and its image; `None` if all stay.
 
     The sweep rounds to `dtype` after every step, as the iteration does, and goes
     one unit of rounding beyond 1, where rounding may have pushed a singular value.

@@ -160,8 +160,8 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
     sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
-    # The inner `where` is for derivatives: in them the outer one multiplies by 0, and
-    # without the inner one infinity, where the sum is 0.
+    # The inner `where` is for derivatives: where the sum is 0, the outer one multiplies
+    # by 0, and without the inner one the other factor would be infinite.
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 

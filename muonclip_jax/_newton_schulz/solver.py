@@ -83,7 +83,8 @@ GPU = Platform(
     sums_rows=True,
     turns_tall=False,
 )
-#: The best of several by the compiler for v5p (`benchmarks/tpu_ahead_of_time.py`).
+#: The best of several values, by the compiler for v5p
+#: (`benchmarks/tpu_ahead_of_time.py`).
 #: Several matrices arrive as blocks of one device after those of another, and to put
 #: each together is a copy: two of 2,048 x 2,048 take 7 % longer than one by one, and
 #: two of 2,048 x 512, whose products are short, 20 % less.
@@ -173,8 +174,8 @@ class Solver:
     ) -> jax.Array:
         """Orthogonalizes a stack in batches, in place.
 
-        With a `count`, which may be traced, only that many matrices; the others become
-        anything.
+        With a `count`, which may be traced, only the first `count` matrices; the others
+        become anything.
         """
         slots, *shape = stack.shape
         step = self.batch_size(shape, slots)
@@ -198,7 +199,7 @@ class Solver:
         if in_blocks:
             most = min(most, self.platform.block_entries)
         size = max(1, int(most // max(1, math.prod(shape))))
-        # Trips of one size, since padding in the last is iterated for nothing.
+        # Trips as even as can be, since padding in the last is iterated for nothing.
         return math.ceil(count / math.ceil(count / size)) if count else size
 
 

@@ -173,7 +173,7 @@ class _FactorChoice:
             u = u / a**2
 
     def best(self, exact: np.ndarray, later: Schedule, used: set[float]) -> int:
-        """Returns the number of the most exact factors that are not used so far."""
+        """Returns the index of the most exact factors that are not used so far."""
         values = self.values
         for triple in later:
             values = _step(values, *triple)

@@ -233,7 +233,8 @@ def _in_flax(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
         for depth in range(max(len(path) - 2, 0), len(path)):
             module, rest = path[:depth], path[depth + 1 :]
             role = names.projection(path[depth])
-            # Only one module may have the role, and a bare array needs a module `out`.
+            # Only one module may have the role, and a bare array needs an `out` next
+            # to it.
             is_one = role and count[module, role] == 1
             has_others = count[module, "query"] and count[module, "key"]
             if is_one and has_others and (rest or count[module, "out"]):

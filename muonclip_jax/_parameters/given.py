@@ -16,7 +16,7 @@ AUTOMATIC = "auto"
 
 
 def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:
-    """Raises for one number in place of a tree, which a function became.
+    """Raises for one number in place of a tree: what a function has become.
 
     `optax.inject_hyperparams` calls it with the step, which has no leaves to speak of.
     """

@@ -37,7 +37,7 @@ def stack_at(axis: int, rank: int, depth: int) -> LayerStack | None:
 def given_stacks(
     leaf_at: LeafAt, stack_axes: StackAxes, axis_names: Mapping[Path, tuple[str, ...]]
 ) -> dict[Path, LayerStack]:
-    """Returns stacks of leaves whose modules `stack_axes` or whose axes name them.
+    """Returns the stacks that `stack_axes` gives, or that names of axes show.
 
     **Raises:** `ValueError` for modules that the params lack, and for leaves that lack
     the axis.

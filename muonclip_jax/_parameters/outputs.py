@@ -61,7 +61,8 @@ def outputs_of(
     untaken = {
         x for x in layers if takers[n := x.shape[-1]] == (taken[x.tree_path] == n)
     }
-    # A part of a block by its name writes no output, nor do features taken in parts.
+    # A layer that is a part of a block by its name writes no output, nor does one whose
+    # features may be taken in parts.
     candidates = {x for x in untaken.intersection(kernels) if not _is_part(x, takers)}
 
     # The last layer in the table's module, or at the root, else what no layer takes.
@@ -69,9 +70,8 @@ def outputs_of(
     modules = {(), *(x.path[:-2] for x in tables)}
     eligible = alone.intersection(layers if len(layers) > 1 else kernels)
     if any(x.is_hidden for x in tables):
-        sizes |= {
-            x.shape[-1] for x in eligible
-        }  # the size of a hidden table may be any
+        # The size of a hidden table may be any.
+        sizes |= {x.shape[-1] for x in eligible}
     eligible = {x for x in eligible if x.shape[-1] in sizes and not has_head}
     writers = {x for x in eligible if x in last and x.path[:-2] in modules}
     writers = dict.fromkeys(writers or eligible & untaken, "as large as the vocabulary")

@@ -78,16 +78,16 @@ class Heads:
         of_path = {"/".join(x.path): x for x in read}
         in_sight = {path for path, leaf in leaf_at.items() if not is_masked(leaf)}
         for layer in layers:
-            leaves = [layer.path_of(leaf) for leaf in layer.leaves]
-            hidden = [path for path in leaves if path not in in_sight]
+            leaf_paths = [layer.path_of(leaf) for leaf in layer.leaves]
+            hidden = [path for path in leaf_paths if path not in in_sight]
             made = of_path.get(layer.path)
             trained = [x for x in made.makers if x in in_sight] if made else []
-            if leaves and not hidden:
+            if leaf_paths and not hidden:
                 self._add(layer, leaf_at)
-            elif made and made.shape and trained and (only_watches or not leaves):
+            elif made and made.shape and trained and (only_watches or not leaf_paths):
                 bare = layer._replace(query=(), key=(), rotary_query=())
                 self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
-            elif 0 < len(hidden) < len(leaves):  # a mask may hide only whole layers
+            elif 0 < len(hidden) < len(leaf_paths):  # a mask may hide only whole layers
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
                     f"attention layer '{show_layer(layer)}': a mask hides them, or "
@@ -97,7 +97,7 @@ class Heads:
                     "mc.muon, which does not clip. To clip frozen params, too, use "
                     "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
-            elif trained and leaves:
+            elif trained and leaf_paths:
                 # The logits still grow, and nothing that is left can scale them.
                 raise ValueError(
                     f"QK-Clip cannot act on attention layer '{show_layer(layer)}': the "

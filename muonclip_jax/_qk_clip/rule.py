@@ -18,7 +18,7 @@ from .._parameters.paths import show_module
 class ClipRule(NamedTuple):
     """What the user says of a clip; the only place that knows its numbers.
 
-    An argument is a field, its check in `checked`, and its use in `gamma` or `powers`.
+    An argument is a field, checked in `checked`; `threshold_of` and `powers` use it.
     """
 
     threshold: Any
@@ -27,7 +27,7 @@ class ClipRule(NamedTuple):
 
     @classmethod
     def checked(cls, threshold: Any, alpha: Any) -> ClipRule:
-        """Raises `ValueError` for what is no threshold or no share."""
+        """Returns the rule; `ValueError` for what is no threshold or no share."""
         kinds = "an array", "a schedule"
         return cls(
             check_number("threshold", threshold, POSITIVE, *kinds),
@@ -102,7 +102,7 @@ class ClipRule(NamedTuple):
         }
 
     def _now(self, value: Any) -> Any:
-        """The value of a schedule at this step."""
+        """Returns a value, of a schedule the one at this step."""
         if callable(value) and self.step is None:
             raise ValueError(
                 "clip_qk does not count steps, so it takes no schedule: pass the value "

@@ -1,7 +1,7 @@
 """Reading a model from its trace: what a function does with every parameter.
 
 In: a function and its arguments, as shapes. Out: verdicts, attention layers, logits.
-Imports `_attention`, `_model`, `_parameters` (paths, names), and the modules below all.
+Imports `_attention`, `_model`, `_parameters` (paths, names), and what is below these.
 
 `primitives` is the table of all primitives, with `back` for marks and `values` for
 known numbers. `graph` finds the equation that made a variable, through loops and calls,

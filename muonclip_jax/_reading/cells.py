@@ -228,8 +228,9 @@ def _cells_of(summand: Summand, trips: Trips, heads: int) -> list[int]:
     if not rows:
         return [(1 << heads) - 1] * trips.number
     if summand.linear:
-        return [functools.reduce(operator.and_, row) for row in zip(*rows, strict=True)]
-    return [union(row) for row in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True)
+        return [functools.reduce(operator.and_, column) for column in columns]
+    return [union(column) for column in zip(*rows, strict=True)]
 
 
 def _cells_of_factor(factor: Factor, trips: Trips) -> list[int]:

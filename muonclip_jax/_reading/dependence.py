@@ -39,9 +39,10 @@ class Dependence:
     ) -> Iterator[Dependency]:
         """Yields an array's uses of parameters that meet activations at some events.
 
-        The search ends at the output of earlier attention, the input of a layer. It
-        goes on if `is_side` (the array is a query or a key) and attention alone made
-        the array, as where retrieved patterns are queries again: both are one layer.
+        The search ends at the output of earlier attention, the input of a layer. If
+        `is_side` (the array is a query or a key), it ends there only where a kernel
+        follows: without one, as where retrieved patterns are queries again, the logits
+        of both are one layer's.
         """
         graph, facts = self._graph, self._facts
         meetings: list[tuple[Atom, AllMarks, int, str]] = []

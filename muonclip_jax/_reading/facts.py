@@ -134,9 +134,8 @@ class Facts(Forward[Fact]):
         if eqn.kind in (Kind.STEP, Kind.STOPPED) or not is_inexact(atom):
             self.choosing |= value.unstopped
             value = value._replace(trained=0)
-        elif (
-            eqn.kind is Kind.ORDER
-        ):  # keys get no gradient from operands that are sorted by them
+        elif eqn.kind is Kind.ORDER:
+            # Keys get no gradient from operands that are sorted by them.
             operand = self.inputs(eqn)[eqn.outputs().index(atom)]
             value = value._replace(trained=operand.trained)
         if value.is_deep and eqn.is_slope:
@@ -298,7 +297,7 @@ class Facts(Forward[Fact]):
         return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, eqn: Eqn, inputs: list[Fact]) -> bool:
-        """Whether each operand that is no weight repeats one entry."""
+        """Whether each activation has one entry, or is a copy along a dimension."""
         deep = [x for x, f in zip(eqn.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 

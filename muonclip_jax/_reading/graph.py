@@ -84,7 +84,7 @@ class Atom:
         return [x for x in self.frame.lead if x.is_loop and x.size > 1]
 
     def trips(self) -> AllMarks:
-        """Returns marks for each of these loops, with a different one in each trip."""
+        """Returns marks along the lead for each of `loops`: one mark for each trip."""
         return tuple(numbered(self.rank, x.axis, x.size) for x in self.loops)
 
     @property

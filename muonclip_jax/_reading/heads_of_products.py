@@ -74,12 +74,12 @@ class Refused(Exception):
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> HeadMap:
     """Returns the heads of a product whose query is operand `order[0]`.
 
-    Different entries of a parameter make different heads of a side. Devices may be
-    heads, if each has some of them, and so may the trips of a loop. A kernel has its
-    heads along its outputs. All summands, such as biases, adapters and a second stream
-    of tokens, agree about heads. A table of positions, before a kernel or added to its
-    output, distinguishes positions, not heads. Learned tokens without a kernel do so,
-    too; the other side does not have their positions.
+    Along heads, different entries of parameters make a side. Devices may be heads, if
+    each has some of them, and so may the trips of a loop. A kernel has its heads along
+    its outputs. All summands, such as biases, adapters and a second stream of tokens,
+    agree about heads. A table of positions, before a kernel or added to its output,
+    distinguishes positions, not heads. Learned tokens without a kernel do so, too; the
+    other side does not have their positions.
     """
     over = [d for d, _ in product.over] if product.eqn.kind is Kind.PRODUCT else []
     gone = product.keys | {product.lead + d for d in over}
@@ -184,7 +184,8 @@ def _along(
     A loop's trips are layers if each has one entry of a stack, and heads if each has
     several entries of an axis. A leaf may serve some entries of an axis only, as the
     leaf of one of the layers that `vmap` goes through. An axis that only one side has
-    may count positions, some of which have a kernel; a layer's leaf serves one entry.
+    may also be one of positions, some of which have a kernel of their own. It counts
+    only if the leaf serves one entry, as that of a layer does.
     """
     marks_of: dict[int, Marks] = {}
     rows = zip(axes.items(), factor.all_marks, covered, strict=False)

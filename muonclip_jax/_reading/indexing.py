@@ -150,8 +150,8 @@ def scatter(op: Op) -> Moves:
         marks = _window(marks, out, sizes, starts)
         marks = marks.squeeze(tuple(lead + free + d for d in gone))
         # The axes are now those of the indices, then of the window.
-        order = [*rest, *window_dims]
-        axes = [order.index(d) for d in range(len(new))]
+        window_order = [*rest, *window_dims]
+        axes = [window_order.index(d) for d in range(len(new))]
         return small(marks.transpose([*range(lead), *(lead + a for a in axes)]))
 
     is_sum = op.eqn.name != "scatter"

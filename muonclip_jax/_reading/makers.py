@@ -82,7 +82,8 @@ class Makers:
                     marks, lead = moved(marks, weight.lead, outputs), range(weight.lead)
                     arrived.append(union_along(marks, lead))
                     return []
-                # Follow activations; gains and biases only where they meet data.
+                # Gains and biases are no outputs. If no operand is an activation, a
+                # parameter makes one from data: follow it.
                 deep = [(j, None) for j, f in enumerate(facts) if f.is_deep]
                 return deep or [(j, None) for j, f in enumerate(facts) if f.leaves]
 

@@ -188,8 +188,8 @@ def placed(marks: Marks, axis: int, size: int, part: slice) -> Marks:
 def placed_at(marks: Marks, axis: int, size: int, indices: np.ndarray) -> Marks:
     """Returns the marks of the array that entries were picked from, empty elsewhere.
 
-    `at` has the axes of the marks. Its entries are the places along `axis`, which may
-    differ in each trip and for each index.
+    `indices` has the axes of the marks. Its entries are the places along `axis`, which
+    may differ in each trip and for each index.
     """
     shape = np.broadcast_shapes(marks.shape, indices.shape)
     whole_shape = [size if i == axis else n for i, n in enumerate(shape)]

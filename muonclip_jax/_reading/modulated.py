@@ -20,7 +20,7 @@ class Modulated(NamedTuple):
     eqn: Eqn
     i: int
     all_marks: AllMarks  # along the dimensions of `sides_of`
-    is_mixed: bool = False  # by an activation without both sides, as of a router
+    is_mixed: bool = False  # by an activation that has neither side, as a router's
 
     @property
     def atom(self) -> Atom:
@@ -58,7 +58,7 @@ def modulated(graph: Graph, facts: Any, eqn: Eqn) -> tuple[int, list[Modulated]]
 
     The kernels have an axis that the product sums over and one that the other operand
     lacks; the activations that they meet do not have both. If any summand of the
-    operand is another array, the list is empty.
+    operand is not such a kernel, the list is empty.
     """
     is_conv = eqn.name == "conv_general_dilated"
     for i in (1,) if is_conv else (1, 0):
@@ -92,26 +92,26 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
         return all(sides(all_marks)) and all(sides_in(x, all_marks))
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (eqn := origin.eqn) is None:
+        if (inner := origin.eqn) is None:
             if origin.atom is not None and origin.atom.is_zero:
                 return []
             raise _Lost
-        inputs, values = eqn.inputs(), facts.inputs(eqn)
-        back = dict(moves(eqn, origin.k))
-        if eqn.is_product:
-            k = facts.weight_of(eqn)
+        inputs, values = inner.inputs(), facts.inputs(inner)
+        back = dict(moves(inner, origin.k))
+        if inner.is_product:
+            k = facts.weight_of(inner)
             # The softmax of a router mixes kernels.
             if k is None or not values[1 - k].weights:
                 raise _Lost
         marks = {k: tuple(map(move, origin.all_marks)) for k, move in back.items()}
-        if eqn.is_product and (k := facts.weight_of(eqn)) is not None:
+        if inner.is_product and (k := facts.weight_of(inner)) is not None:
             if not has_both(inputs[k], marks[k]):
                 raise _Lost
-            kernels.append(Modulated(eqn, k, marks[k], is_mixed=True))
+            kernels.append(Modulated(inner, k, marks[k], is_mixed=True))
             return []
-        is_scaled = eqn.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
-        is_row = eqn.kind is Kind.PICKED and eqn.name == "gather"  # of a table
-        if not back or eqn.kind.is_bent or is_row:
+        is_scaled = inner.kind in (Kind.PRODUCT, Kind.QUOTIENT, Kind.CONTRACTION)
+        is_row = inner.kind is Kind.PICKED and inner.name == "gather"  # of a table
+        if not back or inner.kind.is_bent or is_row:
             raise _Lost
         if len(back) == 1 and values[min(back)].is_deep:
             return [(k, None) for k in back]
@@ -123,17 +123,17 @@ def _kernels(graph: Graph, facts: Any, eqn: Eqn, i: int) -> list[Modulated]:
             others = [k for k in back if k != first]
             unchecked.extend((inputs[k], marks[k], not is_first) for k in others)
             both = [first] if is_first else others
-            if not both or (eqn.kind is Kind.QUOTIENT and both != [0]):
+            if not both or (inner.kind is Kind.QUOTIENT and both != [0]):
                 raise _Lost
         else:
             both = [k for k in back if has_both(inputs[k], marks[k])]
         followed: list[tuple[int, None]] = []
         for k in both:
             if values[k].is_weight:
-                is_mixed = eqn.kind is Kind.PRODUCT and not any(
+                is_mixed = inner.kind is Kind.PRODUCT and not any(
                     sides_in(inputs[1 - k], marks[1 - k])
                 )
-                kernels.append(Modulated(eqn, k, marks[k], is_mixed))
+                kernels.append(Modulated(inner, k, marks[k], is_mixed))
             elif values[k].is_deep:
                 followed.append((k, None))
             else:

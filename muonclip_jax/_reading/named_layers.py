@@ -125,17 +125,17 @@ def named_layers(
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         leaves = (
-            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in some)
-            for some in roles
+            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in role)
+            for role in roles
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
-    # A layer that is not scaled gets a path that no other layer has: its module's, or
-    # its first leaf's, with a number if need be.
+    # A recorded layer that is not scaled gets a path that no other recorded layer has:
+    # its module's, or its first parameter's, with a number if need be.
     taken = {x.path for x in named if x.layer is not None}
     for i, x in enumerate(named):
         if x.layer is None and x.is_recorded:
-            makers = {y for some in x.calls for y in some.makers}
+            makers = {y for call in x.calls for y in call.makers}
             first = leaf_paths[min(makers)] if makers else x.path
             numbered = ((*first, str(n)) for n in itertools.count())
             free = itertools.chain([x.path, first], numbered)

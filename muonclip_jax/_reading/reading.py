@@ -120,12 +120,12 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         softmaxes = Softmaxes(graph, Facts(graph, tokens))
         layers = attention_layers(softmaxes)
         uses = Uses(softmaxes, tokens)
-        new_tokens = uses.parameters_of("elementwise", "looked up")
-        new_tokens &= uses.parameters_of("factor")
-        new_tokens |= {i for layer in layers for i in layer.tokens}
-        if new_tokens <= tokens:
+        found_tokens = uses.parameters_of("elementwise", "looked up")
+        found_tokens &= uses.parameters_of("factor")
+        found_tokens |= {i for layer in layers for i in layer.tokens}
+        if found_tokens <= tokens:
             break
-        tokens |= new_tokens
+        tokens |= found_tokens
     refused, unclipped = suspicions(softmaxes, layers)
     layers += refused
     frozen = softmaxes.frozen, {*members(softmaxes.facts.choosing)}

@@ -56,7 +56,7 @@ def record_attention(
     all visible pairs. It is taken before a softcap, and without biases that do not
     depend on query or key. An array that is added to the logits hides a pair where its
     entry is -9,900 or less. Logits that no parameter scales are recorded, too, so that
-    they can be watched; `read_model(...).unrecorded` lists all that are not.
+    they can be watched; `read_model(...).unrecorded` lists what is not recorded.
 
     **Arguments:**
 

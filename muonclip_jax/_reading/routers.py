@@ -89,31 +89,31 @@ class Routers:
             rest = [d for d in dims if d not in over and eqn.to[i][d] not in eqn.shared]
         products: list[Eqn] = []
 
-        def is_output(atom: Atom, marks: Marks) -> bool:
+        def is_output(array: Atom, marks: Marks) -> bool:
             """Whether marks are along outputs of a kernel, as a key's features are.
 
             A norm is a product that repeats one operand, too, but along features.
             """
-            dims = (axis - atom.lead for axis in varied(marks))
-            return any(d >= 0 and self._makers.is_output(atom, d) for d in dims)
+            dims = (axis - array.lead for axis in varied(marks))
+            return any(d >= 0 and self._makers.is_output(array, d) for d in dims)
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
-            if (eqn := origin.eqn) is None:
+            if (inner := origin.eqn) is None:
                 return
-            facts = self._facts.inputs(eqn)
-            if eqn.is_product and self._facts.weight_of(eqn) is not None:
+            facts = self._facts.inputs(inner)
+            if inner.is_product and self._facts.weight_of(inner) is not None:
                 return
-            deep = [(j, f) for j, f in moves(eqn, origin.k) if facts[j].is_deep]
-            if eqn.kind in MULTIPLIES and len(deep) == 2:
+            deep = [(j, f) for j, f in moves(inner, origin.k) if facts[j].is_deep]
+            if inner.kind in MULTIPLIES and len(deep) == 2:
                 sides = [[is_varied(f(x)) for x in origin.all_marks] for _, f in deep]
                 pairs = [*zip(*sides, strict=True)]
                 of_rest = {*pairs[len(over) :]}
                 keys = zip(origin.all_marks, pairs[: len(over)], strict=False)
                 products.extend(
-                    eqn
+                    inner
                     for marks, (a, b) in keys
                     if (a != b and (b, a) in of_rest)
-                    and is_output(eqn.inputs()[deep[b][0]], deep[b][1](marks))
+                    and is_output(inner.inputs()[deep[b][0]], deep[b][1](marks))
                 )
             yield from ((j, None) for j, _ in deep)
 
@@ -142,12 +142,12 @@ class Routers:
             over = [d for d in over if d not in weighed]
         chosen_kernels = union(self._facts.kernels_of(x) for x in members(self.chosen))
 
-        def follow(eqn: Eqn, k: int) -> list[int]:
-            facts = [] if eqn.is_product else self._facts.inputs(eqn)
+        def follow(inner: Eqn, k: int) -> list[int]:
+            facts = [] if inner.is_product else self._facts.inputs(inner)
             return [j for j, x in enumerate(facts) if x.is_deep]
 
-        # Sorting outputs, or putting them back, loses their marks. They count where
-        # only these kernels made them.
+        # Sorting outputs, or putting them back, loses their marks. They count there if
+        # only kernels of chosen events can have made them.
         for origin in self._graph.walk(atom, atom.numbered(over), follow):
             if (placing := origin.eqn) and placing.kind in _PLACES:
                 fact = self._facts.of(placing.output(origin.k))

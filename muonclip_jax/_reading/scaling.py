@@ -52,7 +52,8 @@ Sum = tuple[Summand, ...]
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
 # Arrays that are put together, as separate layers are, make no long sum, since each
-# entry has the summands of one array. Up to `_MOST_APART` of these are followed.
+# entry has the summands of one array. Of these sums, up to `_MOST_APART` summands are
+# followed.
 _MOST_SUMMANDS = 12
 _MOST_APART = 1 << 13
 
@@ -113,7 +114,8 @@ class Scaling:
         nested products.
         """
         # Sums hold for these marks and limits only, so each call starts without any.
-        # Otherwise a residual stream would be followed once for each route to it.
+        # Within a call they are kept: else a residual stream would be followed once for
+        # each route to it.
         self._sums = {}
         return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
 
@@ -161,14 +163,14 @@ class Scaling:
         summands: list[Summand] = []
         for i, move in back.items():
             if (finite_case is None or i == finite_case) and not inputs[i].is_zero:
-                operand = self._operand(eqn, i, move, walk)
-                if operand and not facts[i].leaves:
+                terms = self._operand(eqn, i, move, walk)
+                if terms and not facts[i].leaves:
                     is_shift = any(fact.is_weight for fact in facts)
                     if kind is Kind.LARGER:
-                        operand = (Summand((), why),)
+                        terms = (Summand((), why),)
                     elif is_shift and not facts[i].has_data and kind in _SUMS:
-                        operand = (Summand((), SHIFTED),)
-                summands += self._note_event(eqn, facts[i], operand)
+                        terms = (Summand((), SHIFTED),)
+                summands += self._note_event(eqn, facts[i], terms)
         return summands
 
     def _added(self, atom: Atom) -> str:

@@ -41,7 +41,7 @@ class Pair(NamedTuple):
     def without_picks(self) -> "Pair":
         """Returns the pair without a side that data picks, if the other can do alone.
 
-        No clip knows which of the adapters that are looked up for each example.
+        Adapters, for example, are looked up for each example: no clip knows which.
         """
         sides = self.query, self.key
         picked = [any(part.why == PICKED for part in side) for side in sides]

@@ -161,7 +161,7 @@ HeadMaps = Sequence[tuple[Product, HeadMap]]
 def sites_of(
     softmaxes: Softmaxes, head_maps: HeadMaps, exps: Sequence[Eqn], bits: int
 ) -> tuple[list[Site], list[Route]]:
-    """Returns where the products of a layer enter its softmax, and their paths.
+    """Returns where the products of a layer enter its softmax, and their routes.
 
     There is one site if all logits are joined, and one for each tile of keys if not.
     """
@@ -191,7 +191,7 @@ _LOST = "could not be followed into the softmax"
 def _routes(
     softmaxes: Softmaxes, head_maps: HeadMaps, site: Site, bits: int
 ) -> list[Route]:
-    """Returns the paths of products to a site, and notes in it where heads are."""
+    """Returns the routes of products to a site, and notes in it where heads are."""
     product, heads = head_maps[-1]
     atom, bits_of = site.atom, [softmaxes.facts.product(x.eqn) for x, _ in head_maps]
     all_marks, _ = softmaxes.to_product(atom, atom.each() or atom.whole, bits_of[-1])
@@ -298,7 +298,7 @@ def _entrance(softmaxes: Softmaxes, exp: Eqn, bits: int) -> Site | None:
 def _rows(
     softmaxes: Softmaxes, site: Site, product: Product, heads: HeadMap
 ) -> tuple[np.ndarray, Route]:
-    """Returns `Site.rows` for a product, and the path from the product to the site."""
+    """Returns `Site.rows` for a product, and the route from the product to the site."""
     atom = site.atom
     count = math.prod(atom.shape[d] for d in site.dims)
     cannot = (

@@ -287,7 +287,7 @@ class Softmaxes:
     def to_product(
         self, atom: Atom, all_marks: AllMarks, bit: int
     ) -> tuple[AllMarks | None, "Route"]:
-        """Follows an array back to a product: its marks, or `None`, and the path."""
+        """Follows an array back to a product: its marks, or `None`, and the route."""
         arrived: list[AllMarks] = []
         route, target = Route(), self.facts.products[bit]
 

@@ -389,7 +389,7 @@ class _Suspicion(Forward[Taint]):
         return self._softmaxes.to(eqn) if eqn.name != _CONV else ((), ())
 
     def _sides(self, product: Eqn | int) -> tuple[set[int], set[int]]:
-        """Returns the dimensions of a product, or of a bit's, in both operands."""
+        """Returns the dimensions of a product, or of a bit's, that each operand has."""
         eqn = self.products[product].root if isinstance(product, int) else product
         a, b = ({d for d in to if d is not None} for to in self._to(eqn))
         return a, b

@@ -152,7 +152,8 @@ def test_codes_are_what_the_formula_says(name):
     # The squares of the smaller matrices of a stack leave float32.
     unit = np.ones([n if i in view.batch else 1 for i, n in enumerate(shape)])
     unit *= 10.0 ** (-9 * np.arange(unit.size).reshape(unit.shape))
-    momentum = normal(3, *shape) + 10 * normal(4, shape[0], *[1] * (len(shape) - 1))
+    first = normal(4, shape[0], *[1] * (len(shape) - 1))
+    momentum = normal(3, *shape) + 10 * (first + np.sign(first))
     momentum *= unit
     codes, scales, decoded = coded(jnp.float32(momentum), view)
     low_rank, rest = naive_decode(codes, scales, view)

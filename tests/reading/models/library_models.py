@@ -39,8 +39,9 @@ class Leaf(NamedTuple):
 
     def drawn(self, seed: int) -> jax.Array:
         """Kernels by the width of their inputs, vectors about one."""
-        x = normal((3, seed), *self.shape)
-        return 1 + 0.3 * x if x.ndim < 2 else 2 * x * self.shape[-2] ** -0.5
+        x = np.asarray(normal((3, seed), *self.shape))  # no program at import
+        x = 1 + 0.3 * x if x.ndim < 2 else 2 * x * self.shape[-2] ** -0.5
+        return jax.device_put(x)
 
 
 def io(*shape):
