@@ -136,8 +136,8 @@ def test_which_side_is_the_input_matters_to_two_scales_alone(name):
 
 def test_a_vector_in_sight_shows_that_the_mask_is_not_of_matrices():
     """One of matrices hides output heads, too; else a matrix may be one."""
-    params = {"table": {"embedding": (50, 8)}, "up": layer(8, 24), "z": {"scale": (8,)}}
-    params, hidden = arrays(params), optax.MaskedNode()
+    leaves = {"table/embedding": (50, 8), **layer("up", 8, 24), "z/scale": (8,)}
+    params, hidden = arrays(nested(leaves)), optax.MaskedNode()
     params["table"]["embedding"] = params["up"]["bias"] = hidden
     with pytest.raises(ValueError, match=r"up/kernel .*: may write the output"):
         mc.flax_dimension_numbers(params)
