@@ -38,7 +38,11 @@ def empty_names(file: Path) -> Iterator[str]:
     """Variables, arguments and fields of a name in `EMPTY`, with their lines."""
     for node in ast.walk(ast.parse(file.read_text())):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+            ):
                 if name in EMPTY:
                     yield f"{node.lineno} {name}"
 

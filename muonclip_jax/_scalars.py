@@ -114,11 +114,8 @@ def scalars(
     if (clip := _clip_state(opt_state)) is not None:
         layout = read_layout(params)
         all_heads = Heads(layout, knowledge, only_watches=True)
-        if (
-            all_heads.count != clip.gamma.size
-            and model is not None
-            and attention is None
-        ):
+        is_whole = all_heads.count == clip.gamma.size
+        if not is_whole and model is not None and attention is None:
             # An optimizer that was given the layers to clip does not watch others.
             all_heads = Heads(layout, knowledge._replace(attention=model.attention))
         numbers |= _of_heads(clip, all_heads, check_flag("heads", heads))

@@ -115,6 +115,24 @@ def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
     return left[:, :k] * values @ right[:, :k].T
 
 
+def spectra(n):
+    """Singular values by name, `n` at most; `None` is those of a Gaussian matrix."""
+    return {
+        "even": np.ones(n),
+        "gaussian": None,
+        "power law": 1 / np.arange(1, n + 1),
+        "condition 1e4": np.geomspace(1, 1e-4, n),
+        "condition 1e8": np.geomspace(1, 1e-8, n),
+        "rank 1": [1.0],
+        "rank 10": np.ones(10),
+    }
+
+
+@functools.cache
+def matrix_with(spectrum, m=96, n=320):
+    return matrix_of(spectra(m)[spectrum], m, n)
+
+
 def polynomial_of(x: np.ndarray, schedule, norm: float | None = None) -> np.ndarray:
     """The composed odd polynomial applied to the singular values, in float64."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)

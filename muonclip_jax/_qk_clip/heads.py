@@ -80,13 +80,16 @@ class Heads:
         for layer in layers:
             leaf_paths = [layer.path_of(leaf) for leaf in layer.leaves]
             hidden = [path for path in leaf_paths if path not in in_sight]
-            made = of_path.get(layer.path)
-            trained = [x for x in made.makers if x in in_sight] if made else []
+            recorded = of_path.get(layer.path)
+            makers, shape = (
+                (recorded.makers, recorded.shape) if recorded else ((), None)
+            )
+            trained = [path for path in makers if path in in_sight]
             if leaf_paths and not hidden:
                 self._add(layer, leaf_at)
-            elif made and made.shape and trained and (only_watches or not leaf_paths):
+            elif shape and trained and (only_watches or not leaf_paths):
                 bare = layer._replace(query=(), key=(), rotary_query=())
-                self._add(bare._replace(threshold=np.inf), leaf_at, made.shape)
+                self._add(bare._replace(threshold=np.inf), leaf_at, shape)
             elif 0 < len(hidden) < len(leaf_paths):  # a mask may hide only whole layers
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "

@@ -16,7 +16,7 @@ from .._parameters.paths import show_module
 
 
 class ClipRule(NamedTuple):
-    """What the user says of a clip; the only place that knows its numbers.
+    """The numbers that the user gives a clip; no other place knows them.
 
     An argument is a field, checked in `checked`; `threshold_of` and `powers` use it.
     """
@@ -28,9 +28,8 @@ class ClipRule(NamedTuple):
     @classmethod
     def checked(cls, threshold: Any, alpha: Any) -> ClipRule:
         """Returns the rule; `ValueError` for what is no threshold or no share."""
-        kinds = "an array", "a schedule"
         return cls(
-            check_number("threshold", threshold, POSITIVE, *kinds),
+            _check_threshold("threshold", threshold),
             check_number("alpha", alpha, SHARE, "a schedule"),
         )
 
@@ -55,10 +54,7 @@ class ClipRule(NamedTuple):
         """
         name, threshold = f"layer '{show_module(layer.path)}'", self.threshold
         if layer.threshold is not None:
-            kinds = "an array", "a schedule"
-            threshold = check_number(
-                f"threshold of {name}", layer.threshold, POSITIVE, *kinds
-            )
+            threshold = _check_threshold(f"threshold of {name}", layer.threshold)
         threshold = self._now(threshold)
         if not isinstance(threshold, jax.Array):
             # Infinity only watches; `jax_debug_infs` needs a finite number.
@@ -109,3 +105,7 @@ class ClipRule(NamedTuple):
                 "of this step"
             )
         return value(self.step) if callable(value) else value
+
+
+def _check_threshold(name: str, threshold: Any) -> Any:
+    return check_number(name, threshold, POSITIVE, "an array", "a schedule")

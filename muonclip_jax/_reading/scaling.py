@@ -52,8 +52,7 @@ Sum = tuple[Summand, ...]
 # The search gives up on longer sums. A clip needs one factor for each summand, and
 # attention has few: a projection, its bias, an adapter's product, for each source.
 # Arrays that are put together, as separate layers are, make no long sum, since each
-# entry has the summands of one array. Of these sums, up to `_MOST_APART` summands are
-# followed.
+# entry has the summands of one array: such a sum may have up to `_MOST_APART`.
 _MOST_SUMMANDS = 12
 _MOST_APART = 1 << 13
 

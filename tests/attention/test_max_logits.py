@@ -130,7 +130,7 @@ def qk(length=5, key_length=7, heads=4, key_heads=4, batch=(2,), depth=3):
 
 
 def largest(query, key, mask=None, added=0):
-    """Of each head, in float64."""
+    """The largest logit of each head, in float64."""
     return (naive_logits(query, key, mask) + added).max(axis=(0, 2, 3))
 
 

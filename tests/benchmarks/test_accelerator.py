@@ -1,4 +1,4 @@
-"""What is prepared for an accelerator, in small and without one: not its times."""
+"""Scripts for an accelerator, run in small and without one: not their times."""
 
 import json
 import lzma

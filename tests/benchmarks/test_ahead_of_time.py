@@ -1,4 +1,4 @@
-"""What is compiled ahead of time, for TPU and GPU, and what of it stops CI."""
+"""Programs compiled ahead of time for TPU and GPU, and the limits that stop CI."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What benchmarks compute besides times, what recording costs, and how it is kept."""
+"""The numbers of benchmarks besides times, the cost of recording, and its table."""
 
 import argparse
 import json

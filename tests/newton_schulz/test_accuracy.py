@@ -12,9 +12,11 @@ from helpers import (
     assert_close,
     few,
     matrix_of,
+    matrix_with,
     normal,
     of_newton_schulz,
     polynomial_of,
+    spectra,
     UNSAFE_CANS,
 )
 from hypothesis import given, settings
@@ -24,21 +26,8 @@ from internals import solver
 import muonclip_jax as mc
 
 
-SPECTRA = {
-    "even": np.ones(96),
-    "gaussian": None,
-    "power law": 1 / np.arange(1, 97),
-    "condition 1e4": np.geomspace(1, 1e-4, 96),
-    "condition 1e8": np.geomspace(1, 1e-8, 96),
-    "rank 1": [1.0],
-    "rank 10": np.ones(10),
-}
+SPECTRA = list(spectra(96))
 PRESETS = sorted(mc.NS_COEFFS)
-
-
-@functools.cache
-def matrix_with(spectrum, m=96, n=320):
-    return matrix_of(SPECTRA[spectrum], m, n)
 
 
 def orthogonalized(x, name, **options):

@@ -1,7 +1,6 @@
 """What is done for GPU, run on CPU: the iteration in float16, sums in products."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,12 @@ from helpers import (
     assert_close,
     few,
     matrix_of,
+    matrix_with,
     more,
     normal,
     one_at_a_time,
     polynomial_of,
+    spectra,
     tolerance,
 )
 from hypothesis import given, settings
@@ -24,14 +25,8 @@ from internals import solver
 import muonclip_jax as mc
 
 
-SPECTRA = {
-    "even": np.ones(96),
-    "power law": 1 / np.arange(1, 97),
-    "condition 1e4": np.geomspace(1, 1e-4, 96),
-    "rank 1": [1.0],
-    "rank 10": np.ones(10),
-    "half of them": np.r_[np.ones(48), np.full(48, 1e-3)],
-}
+SPECTRA = {**spectra(96), "half of them": np.r_[np.ones(48), np.full(48, 1e-3)]}
+del SPECTRA["gaussian"], SPECTRA["condition 1e8"]
 
 
 def for_gpu(x, name="keller", method="auto", **options):
@@ -142,19 +137,7 @@ def test_triples_with_a_zero(triple, platform, method):
 
 
 #: Those of the table of errors, `benchmarks/float16_on_gpu.py`.
-OF_THE_TABLE = {
-    "Gaussian": None,
-    "power law": 1 / np.arange(1, 257),
-    "1 to 1e-4": np.geomspace(1, 1e-4, 256),
-    "1 to 1e-8": np.geomspace(1, 1e-8, 256),
-    "rank 1": [1.0],
-    "rank 10": np.ones(10),
-}
-
-
-@functools.cache
-def matrix_with(spectrum):
-    return matrix_of(OF_THE_TABLE[spectrum], 256, 1024)
+OF_THE_TABLE = [name for name in spectra(256) if name != "even"]
 
 
 def on_gpu(adds=True, **options):
@@ -170,11 +153,11 @@ def error_on_gpu(x, schedule, adds=True, **options):
     return relative_error(y, np.stack([polynomial_of(matrix, steps) for matrix in x]))
 
 
-@pytest.mark.parametrize("spectrum", few(OF_THE_TABLE, "Gaussian"))
+@pytest.mark.parametrize("spectrum", few(OF_THE_TABLE, "gaussian"))
 @pytest.mark.parametrize("name", few(sorted(mc.NS_COEFFS), "keller"))
 def test_errors_are_at_most_a_quarter_larger(name, spectrum):
     """Than with float32 between products, where each sum is a kernel of its own."""
-    x = matrix_with(spectrum)[None]
+    x = matrix_with(spectrum, 256, 1024)[None]
     before = error_on_gpu(x, name, adds=False)
     assert error_on_gpu(x, name) < 1.25 * before
 

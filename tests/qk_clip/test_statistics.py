@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mesh_of, more, normal, query_and_key
+from helpers import mesh_of, more, normal, query_and_key, step_of
 from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
@@ -219,10 +219,11 @@ def statistics_at(step):
     return {"attn": {"max_logits": rows[:: 1 - 2 * (step % 2)] / (step + 1)}}
 
 
-def step_of(tx):
+def step_with_stats(tx):
+    """A step whose statistics are a positional argument, as `pmap` maps them."""
+
     def step(grads, state, params, stats):
-        updates, state = tx.update(grads, state, params, attention_stats=stats)
-        return optax.apply_updates(params, updates), state
+        return step_of(tx)(grads, state, params, attention_stats=stats)
 
     return step
 
@@ -232,7 +233,7 @@ def in_shard_map(tx, check):
 
     def step(grads, state, params, stats):
         grads, stats = jax.tree.map(lambda x: x[0], (grads, stats))
-        return step_of(tx)(grads, state, params, stats)
+        return step_with_stats(tx)(grads, state, params, stats)
 
     specs = P("x"), P(), P(), P("x")
     return jax.jit(
@@ -241,7 +242,7 @@ def in_shard_map(tx, check):
 
 
 def in_pmap(tx):
-    step = jax.pmap(step_of(tx), axis_name="x", in_axes=(0, None, None, 0))
+    step = jax.pmap(step_with_stats(tx), axis_name="x", in_axes=(0, None, None, 0))
 
     def first(*arguments):
         results = step(*arguments)
@@ -278,7 +279,7 @@ def by_one_device(gradients):
     def step(grads, state, params, stats):
         grads = jax.tree.map(lambda x: x.mean(0), grads)
         stats = jax.tree.map(lambda x: x.max(0), stats)
-        return step_of(tx)(grads, state, params, stats)
+        return step_with_stats(tx)(grads, state, params, stats)
 
     return walk(step, tx.init(MODEL), gradients)
 

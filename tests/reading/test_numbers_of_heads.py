@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from variants import B, D, normed, T
+from written_out import joined
 
 import muonclip_jax as mc
 
@@ -15,10 +16,6 @@ X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
 
 def cut(x):
     return x.reshape(*x.shape[:-1], HEADS, -1)
-
-
-def joined(x):
-    return x.reshape(*x.shape[:-2], -1)
 
 
 def _steps_and_decays(p, x):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from by_numbers import by_path, Case, noted
 from helpers import normal
+from trees import nested
 from written_out import cross_entropy
 
 
@@ -128,17 +129,6 @@ def attend(query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, cap=0, **
     weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
     out = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return out.reshape(*out.shape[:2], -1)
-
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parts, name = path.split("/")
-        node = tree
-        for part in parts:
-            node = node.setdefault(part, {})
-        node[name] = leaf
-    return tree
 
 
 def layers_of(names):
