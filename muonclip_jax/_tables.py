@@ -14,6 +14,10 @@ _INDEX = re.compile(r"(.*?)(\d+)")
 # a gated layer are three things.
 _MANY = 4
 
+_NOT_CLIPPED = (
+    "QK-Clip does not act on attention without a softmax or with a frozen query and key"
+)
+
 
 class Table(str):
     """A table, then text in blocks; a notebook shows the table as HTML."""
@@ -47,16 +51,16 @@ def leaf_table(
     """A row for each leaf below their names; then blocks, and attention left alone.
 
     With a reading, the last blocks list attention that QK-Clip cannot scale, with the
-    reason, and attention without a softmax, or say that there is no attention.
+    reason, and attention that it does not act on, or say that there is no attention.
     """
     shown = collapsed if collapse else list
     left_alone: list[list[str]] = []
     if model is not None:
         # Readings of one's own need not have the second.
-        without_softmax = getattr(model, "not_clipped", ())
+        not_clipped = getattr(model, "not_clipped", ())
         for heading, lines in (
             ("QK-Clip cannot scale the logits of", model.refused),
-            ("QK-Clip does not act on attention without a softmax", without_softmax),
+            (_NOT_CLIPPED, not_clipped),
         ):
             # The path of a layer is the first word.
             listed = shown([line.partition(" ") for line in lines])

@@ -64,8 +64,8 @@ class ModelReading:
         use them, or passes them to an operation that hides their use. Names decide on
         these. Where they do not either, `labels` has `"vector"`, and the optimizer
         asks.
-    - `not_clipped`: attention without a softmax, as by sigmoids, by its path and line.
-        QK-Clip does not act on it.
+    - `not_clipped`: attention without a softmax, as by sigmoids, or whose query and key
+        are frozen, by its path and line. QK-Clip does not act on it.
     """
 
     dimension_numbers: Any

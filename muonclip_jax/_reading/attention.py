@@ -5,7 +5,7 @@ Goes from the product of query and key to the entries of parameters that a clip 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,10 @@ class Layer:
     def line(self) -> str:
         return self.products[0].line
 
+    def is_made_by(self, parameters: Set[int]) -> bool:
+        """Whether only these, and at least one, make its query and key."""
+        return bool(self.makers) and self.makers <= parameters
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its statistic, `(*stack, heads)`."""
@@ -98,10 +102,11 @@ class _ScaledSide(NamedTuple):
         return any(bool((mask & (use.marks != 0)).any()) for mask in masks)
 
 
-def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
-    """Returns a layer for each softmax of products of query and key.
+def attention_layers(softmaxes: Softmaxes) -> tuple[list[Layer], list[Layer]]:
+    """Returns the trained and the frozen layers: one for each softmax.
 
-    It is several layers if loops or heads have parameters of their own.
+    It is several layers if loops or heads have parameters of their own. A layer is
+    frozen if all parameters that make its query and key are.
     """
     pairs = ((x, softmaxes.products(x)) for x in softmaxes.all())
     groups = [(products, x.exps) for x, products in pairs if products]
@@ -114,7 +119,13 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     clipped = union(event for x in readers for side in x.events for event in side)
     layers = [layer for reader in readers for layer in reader.read(clipped)]
     # Layers are in the order of their calls, since paths may be numbered by it.
-    return sorted(layers, key=lambda x: x.products[0].address)
+    layers.sort(key=lambda x: x.products[0].address)
+    is_frozen = [x.is_made_by(softmaxes.frozen) for x in layers]
+    trained, frozen = (
+        [x for x, y in zip(layers, is_frozen, strict=True) if y is which]
+        for which in (False, True)
+    )
+    return trained, frozen
 
 
 class LayerReader:
@@ -162,9 +173,8 @@ class LayerReader:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = layer.recorded = max(counts, default=0)
         layer.makers = {i for x in self.classes for i in x.makers}
-        frozen = self.softmaxes.frozen
-        if layer.makers and layer.makers <= frozen:
-            return []  # frozen logits are as good as data
+        if layer.is_made_by(self.softmaxes.frozen):
+            return [layer]
         routes: list[Route] = []
         try:
             if self.head_maps:
@@ -205,7 +215,7 @@ class LayerReader:
             layer.refusal = self.refusals[0] if self.refusals else ""
             return [layer]
         live = [x for x in self.classes if x.makers] or self.classes[:1]
-        layers = [self._layer(x) for x in live if not x.makers or x.makers - frozen]
+        layers = [self._layer(x) for x in live]
         if self.refusals:  # the same for all layers
             self.layer.pairs = [pair for x in layers for pair in x.pairs]
             self.layer.refusal = self.refusals[0]

@@ -118,7 +118,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         # meets another parameter: a kernel makes keys from learned queries. The first
         # pass finds such parameters.
         softmaxes = Softmaxes(graph, Facts(graph, tokens))
-        layers = attention_layers(softmaxes)
+        layers, frozen_layers = attention_layers(softmaxes)
         uses = Uses(softmaxes, tokens)
         found_tokens = uses.parameters_of("elementwise", "looked up")
         found_tokens &= uses.parameters_of("factor")
@@ -126,7 +126,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         if found_tokens <= tokens:
             break
         tokens |= found_tokens
-    refused, unclipped = suspicions(softmaxes, layers)
+    refused, unclipped = suspicions(softmaxes, [*layers, *frozen_layers])
     layers += refused
     frozen = softmaxes.frozen, {*members(softmaxes.facts.choosing)}
     leaf_verdicts = verdicts(uses, softmaxes.facts.outputs, shapes, is_float, *frozen)
@@ -134,7 +134,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     by_leaf = dict(zip(call.arrays, leaf_verdicts, strict=True))
     tree_verdicts = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
-    not_clipped = named_layers(unclipped, shown.paths, shapes)
+    not_clipped = named_layers([*frozen_layers, *unclipped], shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{eqn.name} at {eqn.line}" for eqn in uses.hidden))
     unread = [p for p, _, v in shown.rows(leaf_verdicts) if v.source == "unread"]
     reading = ModelReading(

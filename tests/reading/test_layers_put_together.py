@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, is_numbers
+from helpers import few, is_numbers, more
 
 import muonclip_jax as mc
 
@@ -510,15 +510,26 @@ def test_each_layer_has_a_path_that_says_which_it_is():
     assert paths("two halves") == [f"q/{i}" for i in range(4)]
 
 
-def test_frozen_layers_have_no_number():
+@pytest.mark.parametrize(
+    ("frozen", "trained", "shape"),
+    [more("first", "last", (H,)), ("last", "first", (2, H))],
+)
+def test_frozen_layers_have_no_number(frozen, trained, shape):
+    """Also those whose inputs are trained, as of a language model after an encoder."""
     way = WAYS["joined stacks"]
-    params = way.params(jax.random.key(0))
+    params, x = way.params(jax.random.key(0)), jnp.ones((B, T, D))
 
     def loss(p: Any, x: Any) -> Any:
-        return way.run({**p, "first": jax.lax.stop_gradient(p["first"])}, x).mean()
+        return way.run({**p, frozen: jax.lax.stop_gradient(p[frozen])}, x).mean()
 
-    _, stats = mc.record_attention(loss)(params, jnp.ones((B, T, D)))
-    assert jax.tree.map(jnp.shape, stats) == {"last": {"max_logits": (H,)}}
+    _, stats = mc.record_attention(loss)(params, x)
+    assert jax.tree.map(jnp.shape, stats) == {trained: {"max_logits": shape}}
+    reading = mc.read_model(loss, params, x)
+    assert not reading.refused
+    assert [where.partition(" at ")[0] for where in reading.not_clipped] == [frozen]
+    clipped = mc.clip_qk(params, stats, threshold=1e-6, model=reading)
+    differs = jax.tree.map(lambda a, b: bool((a != b).any()), clipped, params)
+    assert {name for name in params if any(jax.tree.leaves(differs[name]))} == {trained}
 
 
 def test_layers_that_cannot_be_told_apart_are_refused():

@@ -141,7 +141,10 @@ def test_attention_without_a_softmax_is_named_and_no_error(function):
     (where,) = reading.not_clipped
     assert "test_suspicion.py:" in where
     for table in (str(reading), mc.describe(PARAMS, model=reading)):
-        heading = "QK-Clip does not act on attention without a softmax"
+        heading = (
+            "QK-Clip does not act on attention without a softmax "
+            "or with a frozen query and key"
+        )
         assert table.endswith(f"{heading}\n{where}")
     jax.eval_shape(mc.muonclip(0.1, model=reading).init, PARAMS)
 
