@@ -220,7 +220,7 @@ NORMALIZED = {
     "squared_relus_divided_by_their_sum",
     "sparsemax_by_a_threshold",
 }
-NAMED = {"sigmoids", "squared_relus"} | {
+NAMED = {"sigmoids", "squared_relus", "frozen_tower"} | {
     name for name, case in CASES.items() if case.attention == "named"
 }
 
