@@ -19,9 +19,12 @@ Result = Mapping[str, Any]
 Key = TypeVar("Key")
 
 
-# Workers keep their memory: fresh pages would cost a third of a step.
+# Workers keep their memory: fresh pages would cost a third of a step. They have one
+# arena, for glibc returns what it maps for others, and huge pages where Linux has them.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "MALLOC_ARENA_MAX": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_THRESHOLD_": "8000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
     "MALLOC_TOP_PAD_": "200000000",
