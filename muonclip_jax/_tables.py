@@ -14,10 +14,6 @@ _INDEX = re.compile(r"(.*?)(\d+)")
 # a gated layer are three things.
 _MANY = 4
 
-_NOT_CLIPPED = (
-    "QK-Clip does not act on attention without a softmax or with a frozen query and key"
-)
-
 
 class Table(str):
     """A table, then text in blocks; a notebook shows the table as HTML."""
@@ -60,7 +56,11 @@ def leaf_table(
         not_clipped = getattr(model, "not_clipped", ())
         for heading, lines in (
             ("QK-Clip cannot scale the logits of", model.refused),
-            (_NOT_CLIPPED, not_clipped),
+            (
+                "QK-Clip does not act on attention without a softmax "
+                "or with a frozen query and key",
+                not_clipped,
+            ),
         ):
             # The path of a layer is the first word.
             listed = shown([line.partition(" ") for line in lines])

@@ -120,12 +120,8 @@ def attention_layers(softmaxes: Softmaxes) -> tuple[list[Layer], list[Layer]]:
     layers = [layer for reader in readers for layer in reader.read(clipped)]
     # Layers are in the order of their calls, since paths may be numbered by it.
     layers.sort(key=lambda x: x.products[0].address)
-    is_frozen = [x.is_made_by(softmaxes.frozen) for x in layers]
-    trained, frozen = (
-        [x for x, y in zip(layers, is_frozen, strict=True) if y is which]
-        for which in (False, True)
-    )
-    return trained, frozen
+    trained = [x for x in layers if not x.is_made_by(softmaxes.frozen)]
+    return trained, [x for x in layers if x.is_made_by(softmaxes.frozen)]
 
 
 class LayerReader:
