@@ -36,7 +36,9 @@ class Size(NamedTuple):
     lengths: Mapping[int, Sequence[float]]
     start: Mapping[str, Any]  # of AdamW's walk at the first of the lengths
     seeds: int = SEEDS
-    rounds: int | None = None  # of AdamW's walks: to the end, or fewer
+    rounds: int | None = None  # of that walk: to the end, or fewer
+    again: Sequence[str] = (*AXES, "beta", "b2")  # what every later length tunes anew
+    rates: Sequence[int] | None = None  # lengths that tune Muon's rate: all, or these
 
 
 SIZES = {
@@ -54,10 +56,12 @@ SIZES = {
     ),
     "3,145,728": Size(
         dict(layers=4, width=256, heads=4),
-        {400: (0.4, 0.55, 0.7)},
+        {400: (0.4, 0.55, 0.7, 1.0), 800: (0.7, 1.0), 1600: (0.7,)},
         # As the smaller ones, but for the rate, which falls with the width.
         dict(learning_rate=2e-3, weight_decay=0.1, beta=0.7, b2=0.95),
         rounds=1,  # of nine runs of three minutes
+        again=AXES,  # of five runs of six minutes, then of twelve
+        rates=(400,),
     ),
 }
 GOAL, RULED, TUNED = "AdamW", "the rule's rate", "rate tuned"
@@ -72,7 +76,7 @@ class Measured(NamedTuple):
 
     @property
     def adamw(self) -> Run:
-        return self.outcomes[TUNED].pair.adamw
+        return self.outcomes[RULED].pair.adamw
 
     @property
     def tokens(self) -> float:
@@ -82,7 +86,7 @@ class Measured(NamedTuple):
     @property
     def shares(self) -> list[float]:
         """Of AdamW's tokens, seed by seed, or the longest that was not enough."""
-        outcome = self.outcomes[TUNED]
+        outcome = self.outcomes[RULED]
         longest = outcome.muon[0][-1][0]
         return [longest if math.isnan(x) else x for x in outcome.shares]
 
@@ -115,7 +119,11 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     found = measured(lab, plan)
     (smallest, of_smallest), *_, (largest, of_largest) = found.items()
     first, *_, last = next(iter(of_smallest.values()))
-    end = next(iter(of_largest.values()))[-1]
+    lengths = next(iter(of_largest.values()))
+    of_lengths = [
+        f"{said(of_largest, i)} after {one.adamw.steps:,} steps"
+        for i, one in enumerate(lengths)
+    ]
     every = [one for of_size in found.values() for of in of_size.values() for one in of]
     law = fitted(every)
     draw(plan, found, law)
@@ -128,11 +136,13 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "its fit a tie at 1e21.",
         setting="Steps of 1,024 bytes, cosine schedule, three sizes. At every length "
         "AdamW's rate, decay, b1 and b2 are tuned by a walk that begins where the "
-        "length before ended; of the largest model it is one round, the best of a "
-        "place and its neighbors. `mc.muonclip(learning_rate)`, without a clip, has "
-        f"one rate for all parameters: {RULE}, or the best of a walk; the rest is the "
-        "default. Muon's shares of a length are its other lengths, each with a "
-        "schedule and a rate of its own, interpolated in the logarithm. Seeds: "
+        "length before ended. Of the largest model b1 and b2 are tuned at the first "
+        "length alone, and that walk is one round, the best of a place and its "
+        "neighbors. `mc.muonclip(learning_rate)`, without a clip, has "
+        f"one rate for all parameters: {RULE}, or the best of a walk (of the largest "
+        "model at the first length alone); the rest is the default. Muon's shares of a "
+        "length are its other lengths, each with a schedule and a rate of its own, "
+        "interpolated in the logarithm. Seeds: "
         f"{', '.join(str(size.seeds) for size in SIZES.values())}.",
         tables=[table(every)],
         parts={
@@ -145,7 +155,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
             "Wen et al.: longer training saves less": [law.length.low > 0],
         },
         figure="tokens_per_parameter.png",
-        remarks="All by the rate that is tuned. The first part counts as reproduced "
+        remarks="All by the rule's rate. The first part counts as reproduced "
         "if the interval reaches down to the claim; the others if the share grows with "
         "the size or the length beyond the interval of the fit, a power "
         f"{law.size.show()} of the parameters and {law.length.show()} of the tokens "
@@ -154,8 +164,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "larger.",
         answer="`mc.muonclip(rate)`, with the rate of the rule below and nothing else "
         "tuned, reaches the loss of an AdamW whose rate, decay, b1 and b2 are tuned "
-        f"with {said(of_largest, -1)} of its tokens, in a model of {largest} "
-        f"parameters in matrices after {end.adamw.steps:,} steps. In a model of "
+        f"with a share of its tokens. In a model of {largest} parameters in matrices "
+        f"the share is {'; '.join(of_lengths)}. In a model of "
         f"{smallest} parameters "
         f"{'it saves less' if law.length.low > 0 else 'the saving lasts'} as training "
         f"gets longer: the share is {said(of_smallest, 0)} after {first.adamw.steps} "
@@ -165,7 +175,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{trend(law.size)} with larger models.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
         "at 1.2 B parameters (Wen et al.). Longer training of the largest model here, "
-        f"which saw {end.tokens:.2g} tokens a parameter.",
+        f"which saw {lengths[-1].tokens:.2g} tokens a parameter.",
     )
 
 
@@ -198,6 +208,7 @@ def measured(lab: Lab, plan: Plan) -> Found:
                             SIZES[size].seeds,
                         )
                         for how, of_how in runs.items()
+                        if how in of
                     }
                 )
                 for of in ends.values()
@@ -209,19 +220,23 @@ def walks(lab: Lab, plan: Plan, corpus: str, size: str) -> dict[int, dict[str, R
     """For every number of steps AdamW, and Muon at both rates."""
     of, ends = SIZES[size], {}
     adamw = plan.run(corpus, optimizer="adamw", **of.settings, **of.start)
+    axes, rounds = (*AXES, "beta", "b2"), of.rounds
     for steps in plan.some(list(of.lengths)):
         adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
-        axes = plan.axes((*AXES, "beta", "b2"))
-        adamw = tuned(lab, adamw, axes, rounds=of.rounds)
-        ends[steps] = {GOAL: adamw} | by_rates(lab, adamw)
+        adamw = tuned(lab, adamw, plan.axes(axes), rounds=rounds)
+        tunes = of.rates is None or steps in of.rates
+        ends[steps] = {GOAL: adamw} | by_rates(lab, adamw, tunes)
+        axes, rounds = of.again, None
     return ends
 
 
-def by_rates(lab: Lab, adamw: Run) -> dict[str, Run]:
+def by_rates(lab: Lab, adamw: Run, tunes: bool) -> dict[str, Run]:
     """`mc.muonclip` of the model that AdamW was tuned for."""
     rate = rule(adamw.learning_rate)
     changes = RISING | HEADS | dict(optimizer="muon", b2=None, weight_decay=0.1)
     ruled = adamw.but(**changes, learning_rate=rate, adam_learning_rate=rate)
+    if not tunes:
+        return {RULED: ruled}
     return {RULED: ruled, TUNED: tuned(lab, ruled, ("learning_rate",), one_rate=True)}
 
 
@@ -230,6 +245,7 @@ def path(size: str, ends: Mapping[int, Mapping[str, Run]], how: str) -> list[Run
     runs = {
         round(share * of[how].steps): of[how]
         for steps, of in ends.items()
+        if how in of
         for share in SIZES[size].lengths[steps]
     }
     return [runs[steps].but(steps=steps) for steps in sorted(runs)]
@@ -254,7 +270,7 @@ def table(every: Sequence[Measured]) -> Table:
     for one in every:
         best, of = one.adamw, one.outcomes
         tuned_of_it = (best.learning_rate, best.weight_decay, best.beta, best.b2)
-        rates = (of[how].pair.muon.learning_rate for how in (TUNED, RULED))
+        tuned_rate = of[TUNED].pair.muon.learning_rate if TUNED in of else None
         entries.append(
             [
                 best.corpus,
@@ -262,16 +278,17 @@ def table(every: Sequence[Measured]) -> Table:
                 f"{best.steps:,}",
                 f"{one.tokens:.3g}",
                 ", ".join(f"{x:.2g}" for x in tuned_of_it if x is not None),
-                interval(of[TUNED].adamw).show(),
-                *(f"{rate:.2g}" for rate in rates),
-                *(of[how].show_share() for how in (RULED, TUNED)),
+                interval(of[RULED].adamw).show(),
+                f"{tuned_rate:.2g}" if tuned_rate else "-",
+                f"{of[RULED].pair.muon.learning_rate:.2g}",
+                *(of[how].show_share() if how in of else "-" for how in (RULED, TUNED)),
             ]
         )
     return Table(columns, entries, "Losses in nats per byte, ± the 95 % interval.")
 
 
 def draw(plan: Plan, found: Found, law: Law) -> None:
-    """Shares with the rate tuned and their intervals, the rule's, and the fit."""
+    """Shares by the rule's rate and their intervals, by the tuned one, and the fit."""
     file, y = plan.figures / "tokens_per_parameter.png", "tokens, % of a tuned AdamW's"
     x = "tokens for each parameter in matrices"
     with panels(file, plan.corpora, xlabel=x, ylabel=y) as axes:
@@ -283,11 +300,16 @@ def draw(plan: Plan, found: Found, law: Law) -> None:
                 shares = 100 * np.array([means, np.nan_to_num(halves)])
                 style = dict(color=color, label=f"{size} parameters")
                 one.errorbar(tokens, *shares, fmt="o", **style)
-                ruled = [100 * m.outcomes[RULED].share.mean for m in of]
-                one.plot(tokens, ruled, "x", color=color)
+                tuned_ones = [m for m in of if TUNED in m.outcomes]
+                one.plot(
+                    [m.tokens for m in tuned_ones],
+                    [100 * m.outcomes[TUNED].share.mean for m in tuned_ones],
+                    "x",
+                    color=color,
+                )
                 fit = [100 * law.at(x, count) for x in tokens]
                 one.plot(tokens, fit, color=color, linewidth=1.0)
-            one.plot([], [], "x", color="black", label=RULED)
+            one.plot([], [], "x", color="black", label=TUNED)
             one.plot([], [], color="black", linewidth=1.0, label="the fit")
             draw_claims(one)
 
