@@ -149,7 +149,7 @@ def attention_fn(
 
 def _of_rank(rank: int, x: jax.Array | None) -> jax.Array | None:
     """Removes the leading axes of size one that `jax.nn` needs from a mask or bias."""
-    if x is None or set(x.shape[: max(x.ndim - rank, 0)]) != {1}:
+    if x is None or set(x.shape[:-rank]) != {1}:
         return x
     return x.reshape(x.shape[-rank:])
 

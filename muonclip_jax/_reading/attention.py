@@ -385,12 +385,16 @@ class LayerReader:
         if not any(is_key):
             # Axes of one entry do not show what the softmax is over, nor do gathered
             # pairs, as for the edges of a graph. Query heads may share a key, so the
-            # larger side is the query.
+            # larger side is the query, or the one that meets several keys.
             is_paired = product.keys <= {product.lead + d for d in shared(product.to)}
             sizes = [math.prod(product.sizes[a] for a in x) for x in product.free]
             if self._lost(product) or min(sizes) > 1 or not is_paired:
                 return None
-            return (0, 1) if sizes[0] >= sizes[1] else (1, 0)
+            others = (x for x in self.products if x is not product)
+            operands = [x.operand(i) for x in others for i in (0, 1)]
+            meets_several = [product.operand(i) in operands for i in (0, 1)]
+            first, second = zip(sizes, meets_several, strict=True)
+            return (0, 1) if first >= second else (1, 0)
         return (0, 1) if is_key[1] else (1, 0)
 
     def _lost(self, product: Product) -> str:
@@ -399,6 +403,8 @@ class LayerReader:
         for atom in (exp.inputs()[-1] for exp in self.exps):
             _, route = self.softmaxes.to_product(atom, atom.each(), bit)
             for eqn in route.nonlinear:
+                if any(x.sums & bit for x in self.softmaxes.facts.inputs(eqn)):
+                    continue  # the logarithm of the sum, which divides
                 return (
                     f"{eqn.name} at {eqn.line} stands between the product and its "
                     "softmax, and hides which axis is that of keys"

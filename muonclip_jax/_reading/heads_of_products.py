@@ -163,7 +163,7 @@ def _makers(
 
     # With marks of trips, summands of different trips are no long sum.
     operand_marks = *(product.side(i, x) for x in all_marks), *over, *atom.trips()
-    for s in scaling.of(atom, operand_marks, is_last if stops else never, deepest=1):
+    for s in scaling.of(atom, operand_marks, is_last if stops else never):
         kernels = [f for f in s.factors if f.is_kernel]
         near_kernels = [f for f in kernels if is_near(f.all_marks)]
         near = [f for f in s.factors if is_near(f.all_marks)] if near_kernels else []

@@ -64,9 +64,6 @@ def never(kernel: AllMarks, other: AllMarks) -> bool:
     return False
 
 
-# The search multiplies out at most this many nested products.
-_DEEPEST = 4
-
 # The most equations in a row: the search recurses a few calls deep at each.
 _LONGEST = 80
 
@@ -86,9 +83,7 @@ class Walk(NamedTuple):
 
     all_marks: AllMarks
     seen: frozenset[Any] = frozenset()  # the loop carries that it passed through
-    depth: int = 0  # products that were multiplied out
     steps: int = 0  # equations
-    deepest: int = _DEEPEST
     is_last: IsLast = never
 
 
@@ -99,27 +94,20 @@ class Scaling:
         self._graph, self._facts = graph, facts
         self._sums: dict[Any, Sum] = {}
 
-    def of(
-        self,
-        atom: Atom,
-        all_marks: AllMarks,
-        is_last: IsLast = never,
-        deepest: int = _DEEPEST,
-    ) -> Sum:
+    def of(self, atom: Atom, all_marks: AllMarks, is_last: IsLast = never) -> Sum:
         """Returns the summands of an array.
 
         `is_last` receives the marks of a kernel and of its operand. If it returns
-        true, the search does not follow the operand. It also stops after `deepest`
-        nested products.
+        true, the search does not follow the operand.
         """
-        # Sums hold for these marks and limits only, so each call starts without any.
+        # Sums hold for these marks and `is_last` only, so each call starts without any.
         # Within a call they are kept: else a residual stream would be followed once for
         # each route to it.
         self._sums = {}
-        return self._of(atom, Walk(all_marks, is_last=is_last, deepest=deepest))
+        return self._of(atom, Walk(all_marks, is_last=is_last))
 
     def _of(self, atom: Atom, walk: Walk) -> Sum:
-        key = atom, walk.depth, *map(key_of, walk.all_marks)
+        key = atom, *map(key_of, walk.all_marks)
         if key not in self._sums:
             summands: list[Summand] = []
             if walk.steps > _LONGEST:
@@ -212,9 +200,8 @@ class Scaling:
         is_matrix = eqn.kind is Kind.CONTRACTION
         is_quotient = eqn.kind is Kind.QUOTIENT
 
-        def side(i: int, deeper: int = 0) -> Sum:
-            next_walk = walk._replace(depth=walk.depth + deeper)
-            summands = self._operand(eqn, i, back[i], next_walk)
+        def side(i: int) -> Sum:
+            summands = self._operand(eqn, i, back[i], walk)
             summands = self._note_event(
                 eqn, facts[i], summands, is_matrix and facts[i].is_weight
             )
@@ -242,9 +229,9 @@ class Scaling:
             facts[two].events & ~facts[one].events
             or facts[two].leaves & ~facts[one].leaves
         )
-        if (is_norm and not is_weight[one]) or walk.depth >= walk.deepest:
+        if is_norm and not is_weight[one]:
             return first
-        second = side(two, deeper=1)
+        second = side(two)
         pairs = list(itertools.product(first, second))
         if 2 * _MOST_SUMMANDS < len(pairs) <= _MOST_APART:
             sides = [[(x, _groups(x)) for x in terms] for terms in (first, second)]

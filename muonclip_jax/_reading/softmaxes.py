@@ -95,9 +95,9 @@ class Softmax(NamedTuple):
 
     bits: int
     exps: list[Eqn]
-    over: list[Over]
+    sums: list[Over]  # by which it divides; none if they are hidden
+    over: list[Over]  # what shows the axes of the keys
     meetings: list[Meeting]
-    is_summed: bool = True  # the division by a sum was found
 
 
 def exponent(eqn: Eqn) -> int | None:
@@ -203,7 +203,7 @@ class Softmaxes:
                 if not sums and not any(self.divides(eqn) for eqn, _ in meetings):
                     continue  # nothing normalizes these exponentials
                 over = [x for x in sums if x[1]] or [self._over(*x) for x in meetings]
-                yield Softmax(bits, group, over, meetings, bool(sums))
+                yield Softmax(bits, group, sums, over, meetings)
 
     def divides(self, eqn: Eqn) -> bool:
         """Returns whether something is divided by entries of a result, or by their sum.
@@ -363,7 +363,9 @@ class Softmaxes:
         if (i := self.facts.weight_of(eqn)) is not None:
             one_sided.sort(key=lambda x: not x <= free[i])
         all_axes, apart = frozenset().union(*sums), free[0] | free[1]
-        keys = one_sided[0] if one_sided else all_axes & apart or all_axes
+        keys = one_sided[0] if one_sided else all_axes & apart
+        if any(axes for _, axes in softmax.sums):
+            keys = keys or all_axes  # as over the edges of a graph
         if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in eqn.inputs())
@@ -402,7 +404,7 @@ class Softmaxes:
         # Logits with keys that are plain data may be divided by the same sum.
         chosen += [p for p in more if p not in chosen and self._is_of_data(p)]
         # Exponentials without a sum are decays, as in a state-space model.
-        asked = candidates if softmax.is_summed else []
+        asked = candidates if softmax.sums else []
         chosen = chosen or [p for p in asked if self._is_asked(p, softmax)]
         return chosen or [
             p
@@ -424,7 +426,7 @@ class Softmaxes:
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.eqn)
-        for eqn, i in softmax.meetings if softmax.is_summed else ():
+        for eqn, i in softmax.meetings if softmax.sums else ():
             to, (atom, axes) = self.to(eqn), self._over(eqn, i)
             value_dims = {d for d in to[1 - i] if d is not None} - {*to[i]}
             dims = self._along(bit, atom)

@@ -88,6 +88,9 @@ def test_how_often_each_device_runs_its_loops():
         {"stack0": 2, "stack1": 1},
         {"stack0": 3, "stack1": 0},
     ]
+    # Three matrices and two are both iterated at once.
+    alone = Model({"small": (5, 16, 32)}, {"small": P(None, "x")}, {"x": 2})
+    assert loops_of_devices(alone, "tpu") == [{}]
 
 
 def test_the_size_of_known_models():

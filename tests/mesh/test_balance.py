@@ -9,7 +9,8 @@ from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import assign_owners, assign_slots, Cut, groups_of, Work
-from models import models
+from jax.sharding import PartitionSpec as P
+from models import Model, models
 from shares import sent
 
 
@@ -72,6 +73,16 @@ def test_parcels_of_llama_send_a_tenth_more_than_the_least():
         assert found.exchanges == 1
         assert found.least == 2 * 2 * 16 * 60_817_408 / 64
         assert found.bytes <= 1.11 * found.least
+
+
+def test_odd_blocks_are_padded_to_less_than_a_tile():
+    """Blocks of 64.01 and 32.01 tiles of 1,024 entries take 65 and 33."""
+    shapes = {"large": (5, 8193, 16), "small": (3, 4097, 16)}
+    specs = dict.fromkeys(shapes, P(None, None, "x"))
+    found = sent(Model(shapes, specs, {"x": 2}), "tpu")
+    assert found.exchanges == 1
+    # To two devices and back, of two bytes each: three large and two small ones.
+    assert found.bytes == 2 * 2 * 2 * 1024 * (3 * 65 + 2 * 33)
 
 
 @pytest.mark.parametrize("order", [1, -1])

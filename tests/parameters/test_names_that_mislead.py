@@ -52,10 +52,13 @@ READ = {
         "Conv_0/kernel a/kernel",
     ),
     # As in RecurrentGemma: (window, channels).
-    "a depthwise convolution over time": (
-        {"conv_1d/w": (4, 256), "conv_1d/b": (256,), "up/w": (256, 64)},
-        "up/w",
-    ),
+    **{
+        f"a depthwise convolution over {n} steps": (
+            {"conv_1d/w": (n, 256), "conv_1d/b": (256,), "up/w": (256, 64)},
+            "up/w",
+        )
+        for n in (4, 8)
+    },
     # The gate of a shared expert, and Keras' windows: one output for each input.
     **{
         f"one output, {shape}": (

@@ -321,6 +321,11 @@ def _with_attention(
     stats = jax.tree.map_with_path(
         lambda at, x: x if _module(at) in own else None, stats
     )
+    shapes = {path: np.shape(leaf) for path, leaf in by_path(stats).items()}
+    for layer in reading.layers:
+        statistic = "/".join((*layer.path, "max_logits"))
+        if layer.shape not in (None, shapes.get(statistic, layer.shape)):
+            return Verdict("wrong", f"{layer.shape} is read of {shapes}")
     found, is_joint, missed = _matched(stats, rows)
     if missed and not refused:
         return Verdict("wrong", f"statistics {_short(stats)} for {_short(rows)}")

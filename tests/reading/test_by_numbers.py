@@ -1,5 +1,7 @@
 """Functions written to mislead a reading: nothing may be wrong without a word."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,6 +29,7 @@ EVERY_DAY = {
     "kernel_that_is_a_mean_of_several",
     "kernels_mixed_by_a_softmax",
     "kernels_of_query_and_key_multiplied_first",
+    "keys_by_their_distance",
     "largest_of_a_gated_layer",
     "levels_of_a_table",
     "logits_split_by_heads",
@@ -56,6 +59,14 @@ EVERY_DAY = {
 def test_what_is_read_is_right_and_what_is_not_is_said(name):
     verdict = verdict_of(CASES[name])
     assert not verdict.is_fault, f"{verdict.kind}: {verdict.why}"
+
+
+@pytest.mark.parametrize("rest", ["", "_under_the_largest", "_and_a_logarithm"])
+def test_the_query_is_what_meets_several_keys(rest):
+    case = CASES[f"keys_by_their_distance{rest}"]
+    (layer,) = mc.read_model(case.fun, case.params, *case.args).attention
+    query, key = layer.query, layer.key
+    assert ([x.path for x in query], [x.path for x in key]) == (["q"], ["k"])
 
 
 def _unclipped(clip):
@@ -116,12 +127,21 @@ def _key_stays(read_model):
     return Changed
 
 
+def _of_more_heads(read_model):
+    def changed(*args):
+        reading = read_model(*args)
+        layers = (x._replace(shape=(*x.shape[:-1], 9)) for x in reading.layers)
+        return dataclasses.replace(reading, layers=tuple(layers))
+
+    return changed
+
+
 WRONG = [
     ("clip_qk", _unclipped), ("clip_qk", _clipped_too_far), ("clip_qk", _values_too),
     ("record_attention", _more), ("record_attention", _swapped),
     ("record_attention", _other_value), ("record_attention", _other_slope),
     ("param_labels", _relabeled), ("describe", _without_keys),
-    ("read_model", _key_stays),
+    ("read_model", _key_stays), ("read_model", _of_more_heads),
 ]  # fmt: skip
 
 

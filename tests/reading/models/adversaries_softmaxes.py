@@ -1,5 +1,7 @@
 """Softmaxes that are hard to see."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,6 +229,38 @@ def queries_and_keys_one_by_one(q, k, v):
         return y / total[..., None]
 
     return jax.lax.map(of_query, q.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def _by_distance(q, k, v):
+    """The logits and values of the keys at three distances, written out."""
+    for distance in range(3):
+        key, value = (jnp.roll(x, distance, 1) for x in (k, v))
+        yield noted(jnp.sum(key * q, -1), -1, "one", "largest"), value
+
+
+@heads("read")
+def keys_by_their_distance(q, k, v):
+    total = y = 0.0
+    for logits, value in _by_distance(q, k, v):
+        e = jnp.exp(logits)
+        total, y = total + e, y + e[..., None] * value
+    return y / total[..., None]
+
+
+@heads("read")
+def keys_by_their_distance_under_the_largest(q, k, v):
+    logits, values = zip(*_by_distance(q, k, v), strict=True)
+    top = functools.reduce(jnp.maximum, logits)
+    e = [jnp.exp(x - top) for x in logits]
+    pairs = zip(e, values, strict=True)
+    return sum((x / sum(e))[..., None] * value for x, value in pairs)
+
+
+@heads("read")
+def keys_by_their_distance_and_a_logarithm(q, k, v):
+    pairs = [*_by_distance(q, k, v)]
+    log_total = jnp.log(sum(jnp.exp(logits) for logits, _ in pairs))
+    return sum(jnp.exp(x - log_total)[..., None] * value for x, value in pairs)
 
 
 @heads("read")
