@@ -1,18 +1,12 @@
 """The blocks of the manual's page for Keras run, and the clip bounds the logits."""
 
-import os
 import runpy
 
 import jax
 import numpy as np
-import pytest
 from helpers import ROOT
 
 import muonclip_jax as mc
-
-
-os.environ["KERAS_BACKEND"] = "jax"
-pytest.importorskip("keras")
 
 
 def test_the_page_trains(tmp_path):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import few, is_numbers, more
 
 import muonclip_jax as mc
@@ -567,8 +568,6 @@ def test_layers_that_cannot_be_told_apart_are_refused():
 
 @pytest.mark.more
 def test_blocks_of_nnx_that_are_stacked_when_they_run():
-    nnx = pytest.importorskip("flax.nnx")
-
     class Model(nnx.Module):
         def __init__(self, rngs: Any):
             for i in range(3):
