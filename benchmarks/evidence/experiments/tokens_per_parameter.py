@@ -24,6 +24,7 @@ from .rate_rule import RULE, rule
 
 SEEDS = 3  # of every size, which the fit is over
 WHOLE, BELOW = (1.0,), (0.35, 0.5, 0.7, 1.0)
+OF_ADAMW = (*AXES, "beta", "b2")  # what its walks tune
 
 
 class Size(NamedTuple):
@@ -37,7 +38,7 @@ class Size(NamedTuple):
     start: Mapping[str, Any]  # of AdamW's walk at the first of the lengths
     seeds: int = SEEDS
     rounds: int | None = None  # of that walk: to the end, or fewer
-    again: Sequence[str] = (*AXES, "beta", "b2")  # what every later length tunes anew
+    again: Sequence[str] = OF_ADAMW  # what every later length tunes anew
     rates: Sequence[int] | None = None  # lengths that tune Muon's rate: all, or these
 
 
@@ -136,10 +137,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "its fit a tie at 1e21.",
         setting="Steps of 1,024 bytes, cosine schedule, three sizes. At every length "
         "AdamW's rate, decay, b1 and b2 are tuned by a walk that begins where the "
-        "length before ended. Of the largest model b1 and b2 are tuned at the first "
-        "length alone, and that walk is one round, the best of a place and its "
+        "length before ended. The largest model has b1 and b2 tuned at the first "
+        "length alone. Its first walk is one round, the best of a place and its "
         "neighbors. `mc.muonclip(learning_rate)`, without a clip, has "
-        f"one rate for all parameters: {RULE}, or the best of a walk (of the largest "
+        f"one rate for all parameters: {RULE}, or the best of a walk (for the largest "
         "model at the first length alone); the rest is the default. Muon's shares of a "
         "length are its other lengths, each with a schedule and a rate of its own, "
         "interpolated in the logarithm. Seeds: "
@@ -163,8 +164,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "Between lengths a factor of 2 apart the interpolation makes shares up to 2 % "
         "larger.",
         answer="`mc.muonclip(rate)`, with the rate of the rule below and nothing else "
-        "tuned, reaches the loss of an AdamW whose rate, decay, b1 and b2 are tuned "
-        f"with a share of its tokens. In a model of {largest} parameters in matrices "
+        "tuned, reaches the loss of a tuned AdamW (rate, decay, b1 and b2) with a "
+        f"share of its tokens. In a model of {largest} parameters in matrices "
         f"the share is {'; '.join(of_lengths)}. In a model of "
         f"{smallest} parameters "
         f"{'it saves less' if law.length.low > 0 else 'the saving lasts'} as training "
@@ -175,7 +176,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{trend(law.size)} with larger models.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
         "at 1.2 B parameters (Wen et al.). Longer training of the largest model here, "
-        f"which saw {lengths[-1].tokens:.2g} tokens a parameter.",
+        f"which saw {lengths[-1].tokens:.2g} tokens a parameter, or b1 and b2 of its "
+        "AdamW tuned anew for each length.",
     )
 
 
@@ -220,7 +222,7 @@ def walks(lab: Lab, plan: Plan, corpus: str, size: str) -> dict[int, dict[str, R
     """For every number of steps AdamW, and Muon at both rates."""
     of, ends = SIZES[size], {}
     adamw = plan.run(corpus, optimizer="adamw", **of.settings, **of.start)
-    axes, rounds = (*AXES, "beta", "b2"), of.rounds
+    axes, rounds = OF_ADAMW, of.rounds
     for steps in plan.some(list(of.lengths)):
         adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
         adamw = tuned(lab, adamw, plan.axes(axes), rounds=rounds)
